@@ -1,0 +1,1 @@
+"""What drafting costs and pays."""

@@ -1,0 +1,25 @@
+"""The seam between an engine and whoever proposes its drafts."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paceline.schema import Draft, Outcome, Rollout, RolloutRequest
+
+
+class Drafter(Protocol):
+    """Proposes tokens; never sees the policy's noise. All calls come from the engine's thread, in order."""
+
+    def start(self, requests: Sequence[RolloutRequest]) -> None:
+        """Requests become known; siblings share ``group``."""
+
+    def propose(self, request_ids: Sequence[str], budget: int) -> list[Draft]:
+        """Drafts for some of the requests, at most ``budget`` tokens each. Leaving a request out drafts nothing."""
+
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Tokens were emitted; siblings may draft from them at once."""
+
+    def finish(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses are complete and become history."""
+
+    def on_weights(self, version: int) -> None:
+        """The policy moved to ``version``."""

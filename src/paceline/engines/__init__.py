@@ -1,0 +1,1 @@
+"""Who verifies: engines that hold the policy's weights and decode."""

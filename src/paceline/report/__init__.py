@@ -1,0 +1,1 @@
+"""What people look at: metrics and their one definition, plots, the HTML report."""

@@ -1,0 +1,1 @@
+"""The training loop: tasks and rewards, GRPO, refit, checkpoints."""

@@ -1,0 +1,1 @@
+"""What makes speculation lossless: processors per position, position-keyed noise, acceptance."""

@@ -1,0 +1,213 @@
+"""The records that cross rooms: requests, drafts, outcomes, rollouts and steps.
+
+Token ids are one-dimensional int32 arrays everywhere. Nothing here imports torch.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Tokens = npt.NDArray[np.int32]
+FinishReason = Literal["stop", "length", "abort"]
+
+#: Where an emitted token came from. 0: the policy's own sample beyond any draft; others: a draft that was accepted.
+SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other")
+
+
+def as_tokens(ids: Any) -> Tokens:
+    """A one-dimensional int32 array of ``ids``; ValueError where it is not one."""
+    array = np.ascontiguousarray(ids, dtype=np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"token ids must be one-dimensional, got shape {array.shape}")
+    return array
+
+
+def derive_seed(*parts: object) -> int:
+    """A 64-bit seed that is a pure function of ``parts`` (their text, with separators)."""
+    return xxhash.xxh3_64_intdigest("\x1f".join(str(part) for part in parts))
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one response is sampled. A value that cannot be honoured raises ValueError at construction.
+
+    Processors apply in this order at every position: ``allowed_token_ids``, ``bad_words``, ``min_tokens``,
+    ``logit_bias``, repetition, presence and frequency penalty, ``temperature``, ``min_p``, ``top_k``, ``top_p``.
+    ``temperature`` 0 is greedy. ``seed`` None derives the seed from the request id, so no two requests share noise.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int = 128
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: Literal["processed", "raw"] = "processed"
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number >= 0"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 is off)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty), "> 0"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
+            ("logit_bias", all(not math.isnan(b) and b < math.inf for b in self.logit_bias.values()), "below +inf"),
+            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            ("bad_words", all(self.bad_words), "free of empty sequences"),
+            ("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "not empty"),
+            ("stop", all(self.stop), "free of empty strings"),
+            ("n", self.n >= 1, ">= 1"),
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise ValueError(f"sampling parameter {name}={getattr(self, name)!r}: must be {wanted}")
+
+
+class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
+    """One prompt to answer. ``group`` names requests that share a prompt (siblings); ``prompt_key`` the prompt itself."""
+
+    request_id: str
+    prompt: Tokens
+    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    group: str = ""
+    prompt_key: str = ""
+
+    def __post_init__(self) -> None:
+        self.prompt = as_tokens(self.prompt)
+        if self.prompt.size == 0:
+            raise ValueError(f"request {self.request_id}: the prompt is empty; give at least one token (for instance BOS)")
+        if not self.prompt_key:
+            self.prompt_key = xxhash.xxh3_64_hexdigest(self.prompt.tobytes())
+
+    @property
+    def seed(self) -> int:
+        """The request's noise key, 64 bits."""
+        return self.params.seed if self.params.seed is not None else derive_seed("request", self.request_id)
+
+
+class Draft(msgspec.Struct, kw_only=True, eq=False):
+    """Tokens proposed to follow a request's ``length`` committed tokens (prompt included).
+
+    A chain has ``parents`` None. In a tree, ``parents[i]`` is the index of node i's parent, smaller than i, or -1 for
+    the root. ``sources[i]`` indexes ``SOURCES``. A draft is void once the length or the policy version has moved.
+    """
+
+    request_id: str
+    tokens: Tokens
+    length: int
+    version: int = 0
+    parents: Tokens | None = None
+    sources: npt.NDArray[np.uint8] | None = None
+
+
+class Outcome(msgspec.Struct, kw_only=True, eq=False):
+    """What one forward pass emitted for a request: ``tokens``, of which the first ``accepted`` had been drafted."""
+
+    request_id: str
+    tokens: Tokens
+    accepted: int
+    drafted: int
+    finished: bool = False
+
+
+class Rollout(msgspec.Struct, kw_only=True, eq=False):
+    """A finished response. Per-token arrays have one entry per emitted token, the stop token included.
+
+    ``logprobs`` are of the mode ``logprob_mode``; ``raw_logprobs`` are log-softmax of the untouched logits.
+    ``margins`` is the gap between the two best keyed scores: how far the logits may move before the token changes.
+    ``forwards`` counts the policy passes in which this row decoded.
+    """
+
+    request_id: str
+    group: str
+    prompt_key: str
+    prompt: Tokens
+    tokens: Tokens
+    logprobs: npt.NDArray[np.float64]
+    raw_logprobs: npt.NDArray[np.float64]
+    logprob_mode: Literal["processed", "raw"]
+    margins: npt.NDArray[np.float64]
+    versions: Tokens
+    sources: npt.NDArray[np.uint8]
+    finish_reason: FinishReason
+    forwards: int
+    drafted: int
+    accepted: int
+    accept_lengths: Tokens
+    text: str | None = None
+    sample_index: int = 0
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Counters of an engine since it was built. Times are seconds, ``events`` counts named fallbacks and faults."""
+
+    forwards: int = 0
+    row_forwards: int = 0
+    tokens_emitted: int = 0
+    tokens_drafted: int = 0
+    tokens_accepted: int = 0
+    tokens_prefilled: int = 0
+    prompts_shared: int = 0
+    preemptions: int = 0
+    weight_version: int = 0
+    forward_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    events: dict[str, int] = {}
+
+    def count(self, event: str, times: int = 1) -> None:
+        """Add ``times`` to the named event."""
+        self.events[event] = self.events.get(event, 0) + times
+
+
+class StepRecord(msgspec.Struct, kw_only=True):
+    """The metrics of one training step, one line of ``metrics.jsonl``. Definitions: ``paceline.report.metrics``."""
+
+    step: int
+    epoch: int
+    reward: float
+    reward_std: float
+    rollouts: int
+    tokens: int
+    response_tokens_mean: float
+    tokens_per_forward: float
+    acceptance: float
+    drafted_per_forward: float
+    policy_forwards: int
+    loss: float
+    grad_norm: float
+    lr: float
+    kl: float
+    entropy: float
+    clip_fraction: float
+    mismatch_kl: float
+    reward_errors: int
+    truncated: float
+    weight_version: int
+    seconds: dict[str, float]
+    plain_seconds_projected: float
+    speedup_projected: float
+    plain_seconds_measured: float = math.nan
+    speedup_measured: float = math.nan
+    identity: str = "not checked"
+    eval_reward: float = math.nan
+    task_rewards: dict[str, float] = {}
+    accept_lengths: list[int] = []
+    events: dict[str, int] = {}
