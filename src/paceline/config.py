@@ -36,7 +36,7 @@ class LoraConfig(_Section):
     r: int = 16
     alpha: float = 32.0
     layers: int = 0
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def __post_init__(self) -> None:
         _require(self.r >= 1, "r", self.r, ">= 1")
