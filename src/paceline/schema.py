@@ -18,6 +18,10 @@ FinishReason = Literal["stop", "length", "abort"]
 SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other")
 
 
+class PacelineError(Exception):
+    """Base of every error that paceline raises by name; the message is one line: what, where, what to do."""
+
+
 def as_tokens(ids: Any) -> Tokens:
     """A one-dimensional int32 array of ``ids``; ValueError where it is not one."""
     array = np.ascontiguousarray(ids, dtype=np.int32)
