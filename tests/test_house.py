@@ -1,0 +1,182 @@
+"""Invariants of the house that no other tool checks: documented rooms, short modules, nothing of one machine."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "paceline"
+ROOMS = (".ci", "benchmarks", "docs", "examples", "src", "tests")
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_MODULE_LINES = 400
+# Written in pieces, so that this file does not contain what it looks for.
+MACHINE_PATHS = re.compile(r"(?<![\w.~$}/-])/(?:" + "|".join(("root", "home", "work", "Users")) + r")/")
+REGISTRIES = re.compile(
+    "|".join((r"pypi\." + "org", "python" + "hosted", r"download\." + "pytorch", r"anaconda\." + "org"))
+)
+UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """Every text file of the repository, outside what tools build."""
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
+    files += [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()]
+    for path in files:
+        if "__pycache__" in path.parts:
+            continue
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def found(pattern: re.Pattern[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, text in texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def unsafe_loads(tree: ast.AST) -> Iterator[int]:
+    """Lines that import an unpickler, or call torch.load, torch.save or a load with allow_pickle."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            names = [] if isinstance(node.value, ast.Constant) and node.value.value is False else ["pickle"]
+        else:
+            continue
+        if any(name.split(".")[0] in UNPICKLERS or name in ("torch.load", "torch.save") for name in names):
+            yield node.lineno
+
+
+def floor_layers() -> list[str]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    floors = next(c for c in settings["tool"]["importlinter"]["contracts"] if c["id"] == "floors")
+    return [room.strip() for layer in floors["layers"] for room in re.split("[|:]", layer)]
+
+
+def rooms_that_exist() -> set[str]:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    return {f"paceline.{name}" for name in packages | {path.stem for path in PACKAGE.glob("[!_]*.py")}}
+
+
+def test_every_folder_of_modules_is_a_package_with_a_docstring() -> None:
+    for folder in {path.parent for path in MODULES}:
+        init = folder / "__init__.py"
+        assert init.is_file(), f"{folder.relative_to(ROOT)} has modules and no __init__.py"
+        assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), (
+            f"{init.relative_to(ROOT)} has no docstring"
+        )
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        str(p.relative_to(ROOT)) for p in MODULES if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
+def test_modules_can_be_read_in_one_sitting() -> None:
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
+    assert {name: count for name, count in lines.items() if count > LONGEST_MODULE_LINES} == {}
+
+
+def test_no_file_mentions_a_path_of_one_machine() -> None:
+    assert found(MACHINE_PATHS) == []
+
+
+def test_no_file_mentions_a_package_registry() -> None:
+    assert found(REGISTRIES) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern", "hit"),
+    [
+        ("cache in /" + "home/me/x", MACHINE_PATHS, True),
+        ("'/" + "work/main'", MACHINE_PATHS, True),
+        ("a frame/" + "work/x and ~/" + "work/x", MACHINE_PATHS, False),
+        ("pip install -i https://pypi." + "org/simple", REGISTRIES, True),
+        ("the PyPI package", REGISTRIES, False),
+    ],
+)
+def test_the_patterns_tell_a_mention_from_a_likeness(line: str, pattern: re.Pattern[str], hit: bool) -> None:
+    assert bool(pattern.search(line)) is hit
+
+
+def test_the_source_can_load_no_pickle() -> None:
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in MODULES
+        for number in unsafe_loads(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("source", "unsafe"),
+    [
+        ("import pickle", True),
+        ("from pickle import loads", True),
+        ("torch.load(path, weights_only=True)", True),
+        ("numpy.load(path, allow_pickle=True)", True),
+        ("numpy.load(path, allow_pickle=False)", False),
+        ("safetensors.torch.load(data)", False),
+    ],
+)
+def test_unsafe_loads_are_recognised(source: str, unsafe: bool) -> None:
+    assert bool(list(unsafe_loads(ast.parse(source)))) is unsafe
+
+
+def test_the_package_ships_its_types() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_floors_contract_lists_every_room_that_exists() -> None:
+    assert rooms_that_exist() - {room.strip("()") for room in floor_layers()} == set()
+
+
+def test_a_room_that_exists_is_not_optional_in_the_floors_contract() -> None:
+    optional = {room.strip("()") for room in floor_layers() if room.startswith("(")}
+    assert rooms_that_exist() & optional == set()
+
+
+def test_the_changelog_has_an_unreleased_section() -> None:
+    assert "\n## Unreleased\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_versions_agree() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    version = settings["project"]["version"]
+    assert f'__version__ = "{version}"' in (PACKAGE / "__init__.py").read_text(encoding="utf-8")
+    assert f"version: {version}" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_every_dependency_is_pinned_once_and_exactly() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    inexact = [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+    assert inexact == []
+    names = [re.sub("[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
+    assert sorted(names) == sorted(set(names))
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = settings["dependencies"] + [need for extra in settings["optional-dependencies"].values() for need in extra]
+    wanted = {re.sub("[-_.]+", "-", re.match(r"[\w.-]+", need)[0]).lower() for need in asked} - {"paceline"}
+    assert wanted - set(names) == set()
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, paceline, paceline.config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
