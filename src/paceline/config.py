@@ -4,21 +4,17 @@ An unknown key, a wrong type or an impossible value raises ``ConfigError`` with 
 the file it came from and, for an unknown key, the nearest known one.
 """
 
-import difflib
-import types
-import typing
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
+from paceline import typed_yaml
 from paceline.schema import SamplingParams
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be honoured; the message is one line."""
+from paceline.typed_yaml import ConfigError as ConfigError
 
 
 def _require(holds: bool, key: str, value: object, wanted: str) -> None:
@@ -40,7 +36,11 @@ class LoraConfig(_Section):
 
     def __post_init__(self) -> None:
         _require(self.r >= 1, "r", self.r, ">= 1")
-        _require(self.layers >= 0, "layers", self.layers, ">= 0")
+        _require(0 < self.alpha < math.inf, "alpha", self.alpha, "finite and > 0")
+        _require(self.layers >= 0, "layers", self.layers, ">= 0 (0 is all of them)")
+        _require(
+            bool(self.targets) and all(self.targets), "targets", self.targets, "at least one module name, none empty"
+        )
 
 
 class PolicyConfig(_Section):
@@ -57,6 +57,12 @@ class PolicyConfig(_Section):
     chat: bool | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        _require(bool(self.path.strip()), "path", self.path, "a model directory or name")
+        _require(self.adapter != "", "adapter", self.adapter, "a directory, or null for none")
+        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", self.device)
+        _require(known is not None, "device", self.device, "auto, cpu, cuda, cuda:N or mps")
+
 
 class TaskConfig(_Section):
     """One entry of ``tasks``: ``kind`` is a built-in task or ``module:Class``; defaults to the entry's own name."""
@@ -67,6 +73,8 @@ class TaskConfig(_Section):
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
+        named = self.kind is None or re.fullmatch(r"\w+|[\w.]+:\w+", self.kind)
+        _require(bool(named), "kind", self.kind, "the name of a built-in task, or module:Class")
         _require(self.train_prompts >= 1, "train_prompts", self.train_prompts, ">= 1")
         _require(self.eval_prompts >= 0, "eval_prompts", self.eval_prompts, ">= 0")
 
@@ -108,8 +116,8 @@ class DrafterConfig(_Section):
 class RLConfig(_Section):
     """GRPO. ``clip_high`` above ``clip_low`` is DAPO's clip-higher; ``overlong_buffer`` > 0 its overlong shaping.
 
-    ``scale_rewards`` divides advantages by the group's deviation. ``normalise`` picks the loss denominator: all response
-    tokens of the step (``token``), or the mean over sequences of their token means (``sequence``).
+    ``scale_rewards`` divides advantages by the group's deviation. ``normalise`` picks the loss denominator: all
+    response tokens of the step (``token``), or the mean over sequences of their token means (``sequence``).
     """
 
     steps: int = 0
@@ -135,16 +143,23 @@ class RLConfig(_Section):
     def __post_init__(self) -> None:
         for key in ("epochs", "prompts_per_step", "group_size", "inner_updates", "microbatch_tokens"):
             _require(getattr(self, key) >= 1, key, getattr(self, key), ">= 1")
-        for key in ("steps", "warmup_steps", "weight_decay", "kl_coef", "overlong_buffer", "overlong_penalty", "eval_every"):
+        for key in ("steps", "warmup_steps", "weight_decay", "kl_coef", "overlong_buffer", "overlong_penalty"):
             _require(getattr(self, key) >= 0, key, getattr(self, key), ">= 0")
+        _require(self.eval_every >= 0, "eval_every", self.eval_every, ">= 0 (0 is never)")
         for key in ("lr", "max_grad_norm", "clip_low", "clip_high", "reward_seconds"):
             _require(getattr(self, key) > 0, key, getattr(self, key), "> 0")
+        for key in ("lr", "weight_decay", "kl_coef", "overlong_penalty", "reward_seconds"):
+            _require(math.isfinite(getattr(self, key)), key, getattr(self, key), "finite")
+        _require(self.clip_low < 1, "clip_low", self.clip_low, "below 1: a ratio of 1 - clip_low must stay positive")
 
 
 class CheckConfig(_Section):
     """The identity check: every ``every`` steps one batch is also decoded plainly (0: never)."""
 
     every: int = 4
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "every", self.every, ">= 0 (0 is never)")
 
 
 class CheckpointConfig(_Section):
@@ -174,172 +189,33 @@ class Config(_Section):
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
+        _require(self.seed >= 0, "seed", self.seed, ">= 0: a run has one seed, and it is never drawn for you")
+        _require(bool(self.out.strip()), "out", self.out, "a directory")
+        _require(self.threads >= 0, "threads", self.threads, ">= 0 (0 is torch's own choice)")
         _require(bool(self.tasks), "tasks", self.tasks, "at least one task")
-
-
-Origin = dict[str, str]
-"""Where each dotted key was set: ``run.yaml:12`` or ``the override a.b=c``."""
+        n, seed, longest = self.sampling.n, self.sampling.seed, self.sampling.max_tokens
+        _require(n == 1, "sampling.n", n, "left out of a run: rl.group_size says how many samples a prompt gets")
+        _require(seed is None, "sampling.seed", seed, "left out of a run: the run's own seed decides every sample")
+        buffer = self.rl.overlong_buffer
+        _require(buffer <= longest, "rl.overlong_buffer", buffer, f"at most sampling.max_tokens ({longest})")
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read ``path`` (None: only defaults), apply ``overrides`` of the form ``section.key=value``.
 
-    Raises ConfigError with one line for anything that cannot be honoured; OSError where the file cannot be read.
+    Raises ConfigError with one line for anything that cannot be honoured, an unreadable file included.
     """
-    tree: dict[str, Any] = {}
-    origin: Origin = {}
-    if path is not None:
-        tree = _read_yaml(Path(path), origin)
-    for override in overrides:
-        _apply_override(tree, override, origin)
-    value = _build(Config, tree, "", origin)
-    assert isinstance(value, Config)
-    return value
+    return typed_yaml.load(Config, path, overrides)
 
 
 def dump_config(config: Config) -> str:
     """The effective configuration as YAML that ``load_config`` reads back to an equal value."""
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, default_flow_style=None, width=120)
+    tree = msgspec.to_builtins(config)
+    for key in ("n", "seed"):  # decided by the run, see Config
+        del tree["sampling"][key]
+    return typed_yaml.dump(tree)
 
 
-def _read_yaml(path: Path, origin: Origin) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
-    if root is None:
-        return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}:1: the file must be a mapping of sections, such as 'policy:'")
-    for dotted, line in _key_lines(root, "", path):
-        origin[dotted] = f"{path}:{line}"
-    loaded = yaml.load(text, Loader=yaml.SafeLoader)  # noqa: S506  the safe loader
-    assert isinstance(loaded, dict)
-    return loaded
-
-
-def _key_lines(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[tuple[str, int]]:
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        dotted, line = f"{prefix}{key.value}", key.start_mark.line + 1
-        if dotted in seen:
-            raise ConfigError(f"{path}:{line}: {dotted} was set already in line {seen[dotted]}; keep one of the two")
-        seen[dotted] = line
-        yield dotted, line
-        if isinstance(value, yaml.MappingNode):
-            yield from _key_lines(value, dotted + ".", path)
-
-
-def _apply_override(tree: dict[str, Any], override: str, origin: Origin) -> None:
-    dotted, equals, text = override.partition("=")
-    if not equals or not dotted:
-        raise ConfigError(f"override {override!r}: write it as section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML; quote it") from None
-    *parents, leaf = dotted.split(".")
-    here = tree
-    for parent in parents:
-        below = here.get(parent)
-        if not isinstance(below, dict):
-            below = here[parent] = {}
-        here = below
-    here[leaf] = value
-    origin[dotted] = f"the override {override}"
-
-
-def _where(key: str, origin: Origin) -> str:
-    while key and key not in origin:
-        key = key.rpartition(".")[0]
-    return origin.get(key, "the configuration")
-
-
-def _build(kind: Any, value: Any, key: str, origin: Origin) -> Any:
-    """Convert the parsed ``value`` to ``kind``, naming ``key`` in every error."""
-    where = _where(key, origin)
-    inner = _unwrap_optional(kind)
-    if value is None and inner is not kind:
-        return None
-    if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where}: {key or 'the file'} must be a mapping, got {value!r}")
-        hints = typing.get_type_hints(inner)
-        built = {}
-        for name, below in value.items():
-            dotted = f"{key}.{name}" if key else str(name)
-            if name not in hints:
-                raise ConfigError(f"{_where(dotted, origin)}: unknown key {dotted}{_nearest(str(name), key)}")
-            built[name] = _build(hints[name], below, dotted, origin)
-        try:
-            return inner(**built)
-        except ValueError as error:
-            raise _blame(error, key, built, origin) from None
-    if typing.get_origin(inner) is dict and _is_struct(typing.get_args(inner)[1]):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where}: {key} must be a mapping, got {value!r}")
-        element = typing.get_args(inner)[1]
-        return {str(name): _build(element, below or {}, f"{key}.{name}", origin) for name, below in value.items()}
-    if inner is float and isinstance(value, str):
-        value = _number(value)  # YAML 1.1 reads 5e-4 as text
-    try:
-        return msgspec.convert(value, inner)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {key}: {str(error).replace('`', '')}, got {value!r}") from None
-
-
-def _blame(error: ValueError, key: str, built: dict[str, Any], origin: Origin) -> ConfigError:
-    """Name the key of ``built`` that a section's own check complained about."""
-    message = str(error).removeprefix("sampling parameter ")
-    for name in sorted(built, key=len, reverse=True):
-        if message.startswith(name):
-            dotted = f"{key}.{name}" if key else name
-            return ConfigError(f"{_where(dotted, origin)}: {dotted}{message.removeprefix(name)}")
-    return ConfigError(f"{_where(key, origin)}: {key or 'the file'}: {message}")
-
-
-def _unwrap_optional(kind: Any) -> Any:
-    if isinstance(kind, types.UnionType):
-        arms = [arm for arm in typing.get_args(kind) if arm is not type(None)]
-        if len(arms) == 1:
-            return arms[0]
-    return kind
-
-
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def known_keys(kind: Any = Config, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """Every dotted key of the configuration; a task's name is written ``*``."""
-    keys = []
-    for name, hint in typing.get_type_hints(kind).items():
-        inner, dotted = _unwrap_optional(hint), f"{prefix}{name}"
-        keys.append(dotted)
-        if _is_struct(inner):
-            keys += known_keys(inner, dotted + ".")
-        elif typing.get_origin(inner) is dict and _is_struct(typing.get_args(inner)[1]):
-            keys += known_keys(typing.get_args(inner)[1], f"{dotted}.*.")
-    return keys
-
-
-def _nearest(name: str, key: str) -> str:
-    """A hint at the known key that looks most like ``name``, those of the same section first."""
-    dotted = f"{key}.{name}" if key else name
-    keys = known_keys()
-    section = [k for k in keys if k.rpartition(".")[0].split(".")[0] == key.split(".")[0]]
-    by_leaf = {k.rpartition(".")[2]: k for k in keys} | {k.rpartition(".")[2]: k for k in section}
-    close = difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {by_leaf[close[0]]}?"
-    close = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(sorted(by_leaf))}"
+    return typed_yaml.known_keys(Config)

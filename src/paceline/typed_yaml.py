@@ -1,0 +1,262 @@
+"""Reads a YAML file plus ``section.key=value`` overrides into a typed struct, and knows where every key was set.
+
+Scalars follow YAML 1.2: ``5e-4`` is a number, ``true`` and ``false`` alone are truth values, ``no`` is text.
+"""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import yaml
+
+from paceline.schema import PacelineError
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+class ConfigError(PacelineError, ValueError):
+    """A setting that cannot be honoured; the message is one line."""
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader with YAML 1.2's plain scalars."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  declared by the base class
+
+
+class _Dumper(yaml.SafeDumper):
+    """The safe dumper; quotes text that either YAML 1.1 or 1.2 would read as something else."""
+
+
+_FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", ["<"]),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+
+
+def load(kind: type[StructT], path: str | Path | None, overrides: Sequence[str]) -> StructT:
+    """A ``kind`` from the file at ``path`` (None: only defaults) and overrides of the form ``section.key=value``.
+
+    Raises ConfigError with one line for anything that cannot be honoured, an unreadable file included.
+    """
+    tree: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    if path is not None:
+        tree = _read_file(Path(path), origin)
+    for override in overrides:
+        _apply_override(tree, override, origin)
+    built = _Builder(kind, origin).build(kind, tree, "")
+    assert isinstance(built, kind)
+    return built
+
+
+def dump(tree: dict[str, Any]) -> str:
+    """``tree`` as YAML text that ``load`` reads back to the same values."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def known_keys(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    """Every dotted key of ``kind``; a name that the user chooses is written ``*``."""
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        inner, dotted = _without_none(hint), f"{prefix}{name}"
+        keys.append(dotted)
+        if _is_struct(inner):
+            keys += known_keys(inner, f"{dotted}.")
+        elif element := _named_struct(inner):
+            keys += known_keys(element, f"{dotted}.*.")
+    return keys
+
+
+def _read_file(path: Path, origin: dict[str, str]) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from None
+    value = _parse(text, "", lambda line: f"{path}:{line}", origin)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}:1: the file must be a mapping of sections, such as 'policy:'")
+    return value
+
+
+def _parse(text: str, key: str, place: Callable[[int], str], origin: dict[str, str]) -> Any:
+    """The value of a YAML text; notes in ``origin`` where each key below ``key`` stands."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        for dotted, line in _walk(node, f"{key}." if key else "", place, ()):
+            origin[dotted] = place(line)
+        return None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{place(line)}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place(1)}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{place(1)}: not valid YAML: nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # an explicit tag on text that does not fit it, such as !!int abc
+        raise ConfigError(f"{place(1)}: not valid YAML: {error}") from None
+
+
+def _walk(
+    node: yaml.Node | None, prefix: str, place: Callable[[int], str], above: tuple[yaml.Node, ...]
+) -> Iterator[tuple[str, int]]:
+    """Every key of nested mappings with its line; a key set twice or an alias to its own parent is refused."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return
+    if node in above:
+        raise ConfigError(
+            f"{place(node.start_mark.line + 1)}: an alias points at what contains it; write the value out"
+        )
+    above = (*above, node)
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            # Keys inside a list have no dotted name of their own, yet one set twice is refused all the same.
+            list(_walk(item, prefix, place, above))
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        dotted, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if dotted in seen:
+            raise ConfigError(f"{place(line)}: {dotted} was set already in line {seen[dotted]}; keep one of the two")
+        seen[dotted] = line
+        yield dotted, line
+        yield from _walk(value, f"{dotted}.", place, above)
+
+
+def _apply_override(tree: dict[str, Any], override: str, origin: dict[str, str]) -> None:
+    place = f"the override {override}"
+    dotted, equals, text = override.partition("=")
+    *parents, leaf = dotted.split(".")
+    if not equals or not all((*parents, leaf)):
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    here, above = tree, ""
+    for parent in parents:
+        above = f"{above}.{parent}" if above else parent
+        below = here.get(parent)
+        if below is None:
+            below = here[parent] = {}
+            origin[above] = place
+        elif not isinstance(below, dict):
+            raise ConfigError(f"{place}: {above} is {below!r} ({origin[above]}), not a section with keys")
+        here = below
+    for stale in [key for key in origin if key.startswith(f"{dotted}.")]:
+        del origin[stale]
+    origin[dotted] = place
+    here[leaf] = _parse(text, dotted, lambda _line: place, origin)
+
+
+class _Builder:
+    """Converts a parsed tree to structs and names the key and its origin in every error."""
+
+    def __init__(self, root: type[msgspec.Struct], origin: dict[str, str]) -> None:
+        self.root = root
+        self.origin = origin
+
+    def build(self, kind: Any, value: Any, key: str) -> Any:
+        inner = _without_none(kind)
+        if value is None and inner is not kind:
+            return None
+        if _is_struct(inner):
+            return self._struct(inner, self._mapping(value, key), key)
+        if element := _named_struct(inner):
+            entries = self._mapping(value, key).items()
+            return {str(name): self.build(element, below, f"{key}.{name}") for name, below in entries}
+        try:
+            return msgspec.convert(value, inner)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self._where(key)}: {key}: {_mismatch(inner, value, str(error))}") from None
+
+    def _mapping(self, value: Any, key: str) -> dict[Any, Any]:
+        if value is None:  # a section whose keys are all commented out
+            return {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self._where(key)}: {key} must be a section with keys, got {value!r}")
+        return value
+
+    def _struct(self, kind: type[msgspec.Struct], value: dict[Any, Any], key: str) -> msgspec.Struct:
+        hints = typing.get_type_hints(kind)
+        built = {}
+        for name, below in value.items():
+            dotted = f"{key}.{name}" if key else str(name)
+            if name not in hints:
+                raise ConfigError(f"{self._where(dotted)}: unknown key {dotted}{self._nearest(str(name), key, hints)}")
+            built[name] = self.build(hints[name], below, dotted)
+        try:
+            return kind(**built)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise self._blame(str(error), key) from None
+
+    def _blame(self, message: str, key: str) -> ConfigError:
+        """The error of a struct's own check, whose message starts with the name of a key below ``key``."""
+        message = message.removeprefix("sampling parameter ")
+        name = re.match(r"[\w.]+(?=[:=])", message)
+        dotted = ".".join(part for part in (key, name and name[0]) if part)
+        rest = message[name.end() :] if name else f": {message}"
+        return ConfigError(f"{self._where(dotted)}: {dotted or 'the file'}{rest}")
+
+    def _where(self, key: str) -> str:
+        while key and key not in self.origin:
+            key = key.rpartition(".")[0]
+        return self.origin.get(key, "the configuration")
+
+    def _nearest(self, name: str, key: str, siblings: dict[str, Any]) -> str:
+        """A hint at the known key that looks most like ``name``, those of the same section first."""
+        if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
+            return f"; did you mean {key}.{close[0]}?" if key else f"; did you mean {close[0]}?"
+        keys = known_keys(self.root)
+        by_leaf = {known.rpartition(".")[2]: known for known in reversed(keys)}
+        if close := difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.7):
+            return f"; did you mean {by_leaf[close[0]]}?"
+        return f"; known {f'in {key}' if key else 'sections and keys'}: {', '.join(siblings)}"
+
+
+def _mismatch(kind: Any, value: Any, message: str) -> str:
+    """What was wanted and what came, in plain words; ``message`` is msgspec's own."""
+    if typing.get_origin(kind) is Literal:
+        allowed = [str(choice) for choice in typing.get_args(kind)]
+        close = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"must be one of {', '.join(allowed)}; got {value!r}{hint}"
+    wanted = {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(kind)
+    if wanted:
+        hint = "; quote it" if kind is str and isinstance(value, bool | int | float) else ""
+        return f"must be {wanted}, got {value!r}{hint}"
+    return f"{message.replace('`', '')}, got {value!r}"
+
+
+def _without_none(kind: Any) -> Any:
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        arms = [arm for arm in typing.get_args(kind) if arm is not type(None)]
+        if len(arms) == 1:
+            return arms[0]
+    return kind
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _named_struct(kind: Any) -> Any:
+    """The struct S of ``dict[str, S]``, else None."""
+    arguments = typing.get_args(kind)
+    return arguments[1] if typing.get_origin(kind) is dict and _is_struct(arguments[1]) else None
