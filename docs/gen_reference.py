@@ -1,0 +1,93 @@
+"""Fills the reference pages from the code when the site is built, so that they cannot fall behind it.
+
+A page asks for a table with an HTML comment: ``<!-- reference: configuration -->``.
+"""
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from paceline.config import Config
+from paceline.report.metrics import METRICS
+
+MARKER = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
+WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "any"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The hook of mkdocs: replaces each marker by its table; an unknown marker stops the build."""
+    return MARKER.sub(lambda marker: REFERENCES[marker[1]](), markdown)
+
+
+def configuration() -> str:
+    """One table a section: key, type, default."""
+    return "\n".join(_section(Config, "", "Top level"))
+
+
+def _section(kind: type[msgspec.Struct], prefix: str, title: str) -> Iterator[str]:
+    below = []
+    yield f"### {title}\n\n{_prose(kind)}\n"
+    yield "| key | type | default |\n|---|---|---|"
+    hints = typing.get_type_hints(kind)
+    for field in msgspec.structs.fields(kind):
+        dotted, hint = f"{prefix}{field.name}", hints[field.name]
+        struct, name = _struct_in(hint), f"{prefix}{field.name}"
+        if struct is not None:
+            name += ".*" if typing.get_origin(hint) is dict else ""
+            below.append((struct, f"{name}.", name))
+            kind_shown = f"[section](#{re.sub('[^a-z_]', '', name)})"
+        else:
+            kind_shown = _words(hint)
+        yield f"| `{dotted}` | {kind_shown} | {_default(field, struct)} |"
+    yield ""
+    for struct, start, name in below:
+        yield from _section(struct, start, name)
+
+
+def _prose(kind: type[msgspec.Struct]) -> str:
+    return re.sub("``(.+?)``", r"`\1`", inspect.getdoc(kind) or "")
+
+
+def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
+    """The struct that a hint holds, also behind ``| None`` or as the values of a dict."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return hint
+    return next((found for arm in typing.get_args(hint) if (found := _struct_in(arm))), None)
+
+
+def _words(hint: Any) -> str:
+    origin, arms = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(f"`{arm}`" for arm in arms)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_words(arm) for arm in arms)
+    if origin is tuple:
+        return f"list of ({_words(arms[0])})" if typing.get_args(arms[0]) else f"list of {_words(arms[0])}"
+    if origin is dict:
+        return f"mapping of {_words(arms[0])} to {_words(arms[1])}"
+    return WORDS[hint]
+
+
+def _default(field: msgspec.structs.FieldInfo, struct: type[msgspec.Struct] | None) -> str:
+    value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    if struct is not None:
+        return ", ".join(f"`{name}`" for name in value) if isinstance(value, dict) else "null" if value is None else ""
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    shown = yaml.safe_dump(msgspec.to_builtins(value), default_flow_style=True, width=1000)
+    return f"`{shown.removesuffix('...' + chr(10)).strip()}`"
+
+
+def metrics() -> str:
+    """The fields of a line of ``metrics.jsonl``."""
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.definition} |" for metric in METRICS]
+    return "\n".join(["| name | unit | definition |", "|---|---|---|", *rows])
+
+
+REFERENCES = {"configuration": configuration, "metrics": metrics}
