@@ -1,0 +1,246 @@
+"""The files of a run, one JSON object a line: ``rollouts.jsonl``, ``prompts.jsonl`` and ``metrics.jsonl``.
+
+A line of ``rollouts.jsonl`` starts with ``epoch, step, prompt_id, sample_idx, reward, tokens``; the other keys are
+optional for a reader. Steps are appended whole and synced to the disk, so a process killed at any moment leaves at most
+a torn last line, which readers skip with a warning and ``truncate_from`` removes.
+"""
+
+import math
+import os
+import typing
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.schema import SOURCES, FinishReason, PacelineError, Rollout, StepRecord
+
+#: Margins below this are kept in the trace: within it, other rounding of the logits might pick another token.
+NEAR_TIE = 1e-3
+
+RowT = TypeVar("RowT", bound=msgspec.Struct)
+
+
+class TraceError(PacelineError, ValueError):
+    """A file of a run that cannot be read; the message names the line."""
+
+
+class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One rollout. ``tokens`` include the stop token; ``near_ties`` are [position, margin] with margins < NEAR_TIE.
+
+    ``sources`` are runs [name of SOURCES, count]; ``version`` is one number, or one a token where it changed midway.
+    """
+
+    epoch: int
+    step: int
+    prompt_id: int
+    sample_idx: int
+    reward: float
+    tokens: list[int]
+    task: str = ""
+    request_id: str = ""
+    logprobs: list[float] | None = None
+    logprob_mode: Literal["processed", "raw"] | None = None
+    version: int | list[int] | None = None
+    finish: FinishReason | None = None
+    forwards: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    sources: list[tuple[str, int]] | None = None
+    near_ties: list[tuple[int, float]] | None = None
+
+    @property
+    def key(self) -> tuple[int, str, int, int]:
+        """What identifies the rollout in its run: step, task, prompt and sample."""
+        return self.step, self.task, self.prompt_id, self.sample_idx
+
+
+class PromptRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One prompt: its token ids, and its text where it is known."""
+
+    prompt_id: int
+    task: str = ""
+    tokens: list[int]
+    text: str | None = None
+
+
+def trace_row(
+    rollout: Rollout, *, epoch: int, step: int, prompt_id: int, sample_idx: int, reward: float, task: str = ""
+) -> TraceRow:
+    """The line of ``rollouts.jsonl`` that records ``rollout``."""
+    ties = np.flatnonzero(rollout.margins < NEAR_TIE)
+    versions = rollout.versions.tolist()
+    return TraceRow(
+        epoch=epoch,
+        step=step,
+        prompt_id=prompt_id,
+        sample_idx=sample_idx,
+        reward=float(reward),
+        tokens=rollout.tokens.tolist(),
+        task=task,
+        request_id=rollout.request_id,
+        logprobs=[round(value, 6) for value in rollout.logprobs.tolist()],
+        logprob_mode=rollout.logprob_mode,
+        version=versions[0] if len(set(versions)) == 1 else versions,
+        finish=rollout.finish_reason,
+        forwards=rollout.forwards,
+        drafted=rollout.drafted,
+        accepted=rollout.accepted,
+        sources=run_lengths(rollout.sources),
+        near_ties=[(int(position), round(float(rollout.margins[position]), 9)) for position in ties],
+    )
+
+
+def run_lengths(sources: npt.NDArray[np.uint8]) -> list[tuple[str, int]]:
+    """One entry a run of equal sources: its name and its length."""
+    starts = np.flatnonzero(np.diff(sources, prepend=np.int64(-1)))
+    counts = np.diff(starts, append=sources.size)
+    return [(SOURCES[int(sources[start])], int(count)) for start, count in zip(starts, counts, strict=True)]
+
+
+def spread(runs: Iterable[tuple[str, int]]) -> list[str]:
+    """The source of every token, from its runs."""
+    return [name for name, count in runs for _ in range(count)]
+
+
+class _Writer(Generic[RowT]):
+    """Appends lines; what ``write`` was given is on the disk when it returns."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open ``path`` for appending; TraceError where it ends in the middle of a line."""
+        self.path = Path(path)
+        self._file = self.path.open("ab+")
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.close()
+                raise TraceError(f"{self.path}: ends in the middle of a line; resume the run, which drops that line")
+
+    def __enter__(self) -> typing.Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, rows: Iterable[RowT]) -> None:
+        """Append ``rows`` in order, in one piece."""
+        self._file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; ``write`` raises from now on."""
+        self._file.close()
+
+
+class TraceWriter(_Writer[TraceRow]):
+    """Appends to ``rollouts.jsonl``, one step at a time."""
+
+
+class MetricsWriter(_Writer[StepRecord]):
+    """Appends to ``metrics.jsonl``, where NaN is written as null."""
+
+
+def truncate_from(path: str | Path, step: int) -> int:
+    """Drop every line of ``step`` and later, and a torn last line, in one atomic replacement; returns how many.
+
+    Serves ``rollouts.jsonl`` and ``metrics.jsonl`` before a run resumes. A missing file has nothing to drop.
+    """
+    path = Path(path)
+    if not path.exists():
+        return 0
+    kept, lines = [], path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if line.endswith(b"\n") and _decode(_StepOnly, line, path, number).step < step:
+            kept.append(line)
+    write_atomically(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+def read_trace(path: str | Path) -> Iterator[TraceRow]:
+    """The rollouts of ``rollouts.jsonl``, one at a time. TraceError with its number for a line that is broken."""
+    return _read(TraceRow, Path(path))
+
+
+def read_metrics(path: str | Path) -> list[StepRecord]:
+    """The steps of ``metrics.jsonl``; null reads back as NaN. TraceError with its number for a line that is broken."""
+    return list(_read(StepRecord, Path(path)))
+
+
+def read_prompts(path: str | Path) -> list[PromptRow]:
+    """The prompts of ``prompts.jsonl``."""
+    return list(_read(PromptRow, Path(path)))
+
+
+def write_prompts(path: str | Path, prompts: Sequence[PromptRow]) -> None:
+    """Write ``prompts.jsonl`` whole, replacing what was there."""
+    write_atomically(path, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Replace the file at ``path`` by ``data``: a reader sees the old or the new content, never a part."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    _sync_folder(path.parent)
+
+
+class _StepOnly(msgspec.Struct):
+    step: int
+
+
+def _read(kind: type[RowT], path: Path) -> Iterator[RowT]:
+    try:
+        source = path.open("rb")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with source:
+        for number, line in enumerate(source, start=1):
+            try:
+                row = _decode(kind, line, path, number)
+            except TraceError:
+                if line.endswith(b"\n"):
+                    raise
+                warnings.warn(f"{path}:{number}: the last line is torn and was skipped", stacklevel=3)
+                return
+            yield row
+
+
+def _decode(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
+    try:
+        if b"null" not in line:
+            return msgspec.json.decode(line, type=kind)
+        return msgspec.convert(_nan_for_null(kind, msgspec.json.decode(line)), kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}:{number}: not a line of {path.name}: {str(error).replace('`', '')}") from None
+
+
+def _nan_for_null(kind: type[RowT], row: Any) -> Any:
+    """JSON has no NaN: a null in a float field stands for it."""
+    if isinstance(row, dict):
+        for name, hint in typing.get_type_hints(kind).items():
+            if hint is float and name in row and row[name] is None:
+                row[name] = math.nan
+            elif hint == dict[str, float] and isinstance(row.get(name), dict):
+                row[name] = {key: math.nan if value is None else value for key, value in row[name].items()}
+    return row
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""Each metric has one definition, and the derived ones are sums before they are ratios."""
+
+import math
+
+import msgspec
+import pytest
+
+from paceline.report.metrics import (
+    IDENTITIES,
+    METRICS,
+    PHASES,
+    acceptance,
+    event_counts,
+    first_and_later,
+    identity_verdict,
+    phase_seconds,
+    ratio,
+    rollout_metrics,
+    speedup,
+    summarise,
+    tokens_per_forward,
+)
+from paceline.schema import StepRecord
+from sample_run import make_record, make_rollout
+
+
+def test_every_field_of_a_step_record_is_defined_once_and_in_order():
+    assert [metric.name for metric in METRICS] == [field.name for field in msgspec.structs.fields(StepRecord)]
+
+
+def test_every_definition_is_a_sentence():
+    assert all(metric.definition.endswith(".") for metric in METRICS)
+
+
+def test_nothing_over_nothing_is_nan():
+    assert math.isnan(ratio(0, 0))
+    assert math.isnan(acceptance(0, 0))
+    assert math.isnan(tokens_per_forward(0, 0))
+    assert math.isnan(speedup(1.0, 0.0))
+
+
+def test_metrics_of_rollouts_count_tokens_rows_and_drafts():
+    rollouts = [
+        make_rollout([1, 2, 3, 4, 5, 6], accept_lengths=[0, 3, 0], drafted=8, finish_reason="stop"),
+        make_rollout([1, 2], accept_lengths=[0, 0], drafted=0, finish_reason="length"),
+    ]
+    assert rollout_metrics(rollouts) == {
+        "rollouts": 2,
+        "tokens": 8,
+        "response_tokens_mean": 4.0,
+        "tokens_per_forward": 8 / 5,
+        "acceptance": 3 / 8,
+        "drafted_per_forward": 8 / 5,
+        "truncated": 0.5,
+        "accept_lengths": [4, 0, 0, 1],
+    }
+
+
+def test_metrics_of_no_rollouts_are_nan_not_an_error():
+    metrics = rollout_metrics([])
+    assert metrics["tokens"] == 0
+    assert metrics["accept_lengths"] == []
+    assert math.isnan(metrics["tokens_per_forward"])
+
+
+def test_metrics_of_rollouts_fit_a_step_record():
+    fields = {field.name for field in msgspec.structs.fields(StepRecord)}
+    assert set(rollout_metrics([])) <= fields
+
+
+def test_a_summary_weighs_steps_by_their_tokens():
+    short = make_record(0, tokens=10, tokens_per_forward=1.0, rollouts=1, reward=0.0)
+    long = make_record(1, tokens=90, tokens_per_forward=9.0, rollouts=3, reward=1.0)
+    summary = summarise([short, long])
+    assert summary.tokens_per_forward == pytest.approx(100 / (10 + 10))
+    assert summary.reward == pytest.approx(0.75)
+    assert summary.response_tokens_mean == pytest.approx(25)
+
+
+def test_a_summary_weighs_acceptance_by_drafted_tokens():
+    # 10 row-forwards with 1 drafted token each, all kept; 10 with 3 each, none kept.
+    kept = make_record(0, tokens=10, tokens_per_forward=1.0, drafted_per_forward=1.0, acceptance=1.0)
+    lost = make_record(1, tokens=10, tokens_per_forward=1.0, drafted_per_forward=3.0, acceptance=0.0)
+    assert summarise([kept, lost]).acceptance == pytest.approx(10 / 40)
+    assert summarise([kept, lost]).drafted_per_forward == pytest.approx(2.0)
+
+
+def test_a_summary_of_steps_without_drafts_has_no_acceptance():
+    plain = make_record(0, tokens=10, tokens_per_forward=1.0, drafted_per_forward=0.0, acceptance=math.nan)
+    summary = summarise([plain])
+    assert math.isnan(summary.acceptance)
+    assert summary.tokens_per_forward == 1.0
+
+
+def test_a_speedup_over_steps_is_a_ratio_of_times():
+    slow = make_record(0, seconds={"generation": 10.0}, plain_seconds_projected=10.0)
+    fast = make_record(1, seconds={"generation": 1.0}, plain_seconds_projected=12.0)
+    assert summarise([slow, fast]).speedup_projected == pytest.approx(2.0)
+
+
+def test_a_measured_speedup_uses_only_the_steps_that_measured():
+    checked = make_record(0, plain_seconds_measured=6.0, speedup_measured=2.0)
+    unchecked = make_record(1, plain_seconds_measured=math.nan, speedup_measured=math.nan)
+    assert summarise([checked, unchecked]).speedup_measured == pytest.approx(2.0)
+    assert math.isnan(summarise([unchecked]).speedup_measured)
+
+
+def test_a_summary_keeps_the_last_evaluation():
+    steps = [make_record(0, eval_reward=0.2), make_record(1, eval_reward=0.4), make_record(2, eval_reward=math.nan)]
+    assert summarise(steps).eval_reward == 0.4
+
+
+def test_later_epochs_are_summed_apart_from_the_first():
+    first, later = first_and_later([make_record(0, epoch=0), make_record(1, epoch=1), make_record(2, epoch=2)])
+    assert (first.steps, later.steps) == (1, 2)
+    assert first_and_later([make_record(0, epoch=0)])[1] is None
+
+
+def test_phases_come_in_the_order_of_the_step_and_unknown_ones_last():
+    seconds = {"odd": 1.0, "train": 2.0, "generation": 3.0, "other": math.nan}
+    assert list(phase_seconds([make_record(0, seconds=seconds)])) == ["generation", "train", "other", "odd"]
+    assert phase_seconds([make_record(0, seconds=seconds)] * 2)["train"] == 4.0
+    assert PHASES[0] == "generation"
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (["not checked"], ("not checked", 0)),
+        (["identical", "not checked", "identical"], ("identical", 2)),
+        (["identical", "near ties"], ("near ties", 2)),
+        (["violation", "identical"], ("violation", 2)),
+        (["something else", "identical"], ("violation", 2)),
+    ],
+)
+def test_the_verdict_is_the_worst_that_any_check_found(found, verdict):
+    assert identity_verdict([make_record(i, identity=value) for i, value in enumerate(found)]) == verdict
+    assert verdict[0] in IDENTITIES
+
+
+def test_events_are_summed_and_the_most_frequent_comes_first():
+    steps = [make_record(0, events={"a": 1, "b": 2}), make_record(1, events={"a": 5})]
+    assert list(event_counts(steps).items()) == [("a", 6), ("b", 2)]
