@@ -32,7 +32,7 @@ def as_tokens(ids: Any) -> Tokens:
 
 def derive_seed(*parts: object) -> int:
     """A 64-bit seed that is a pure function of ``parts`` (their text, with separators)."""
-    return xxhash.xxh3_64_intdigest("\x1f".join(str(part) for part in parts))
+    return xxhash.xxh3_64_intdigest("\x1f".join(str(part) for part in parts).encode())
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

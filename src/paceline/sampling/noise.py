@@ -1,0 +1,76 @@
+"""Position-keyed noise: every uniform is a pure function of (run seed, request seed, position, purpose, index).
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its 64-bit key
+is the run's seed; its 128-bit counter holds the request's seed, the position, the purpose and the index, each in bits
+of its own, so two draws never share a key. Integer arithmetic makes the bits equal on every device and batch shape.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+_MASK32 = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_INDEX_BITS = 24
+
+
+class Purpose(IntEnum):
+    """What a draw is for. Streams of different purposes never share a counter. At most 256 purposes."""
+
+    BLOCK = 0
+    TOKEN = 1
+
+
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """Ten rounds of Philox4x32 on int64 arrays or tensors that hold 32-bit words; the shapes broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # A 32 x 32 bit product wraps in a signed 64-bit integer, but its bits are right: mask after the shift.
+        product0, product1 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
+            product1 & _MASK32,
+            ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
+            product0 & _MASK32,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def signed64(seed: int) -> int:
+    """The two's complement reading of a 64-bit seed, which is how an int64 tensor holds it."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def uniforms(
+    run_seed: int, request_seeds_N: torch.Tensor, positions_N: torch.Tensor, purpose: Purpose, count: int
+) -> torch.Tensor:
+    """``count`` uniforms of 53 bits in (0, 1) for each of N (request, position) pairs: (N, count) float64.
+
+    ``request_seeds_N`` and ``positions_N`` are int64; positions count the response's tokens from 0, below 2**32.
+    """
+    if not 0 < count <= 2 << _INDEX_BITS:
+        raise ValueError(f"cannot draw {count} uniforms for one position and purpose: at most {2 << _INDEX_BITS}")
+    device = request_seeds_N.device
+    pairs = torch.arange((count + 1) // 2, device=device, dtype=torch.int64)[None, :]
+    seeds, positions = request_seeds_N[:, None], positions_N[:, None]
+    words = philox4x32(
+        (pairs | (int(purpose) << _INDEX_BITS), positions & _MASK32, seeds & _MASK32, (seeds >> 32) & _MASK32),
+        (run_seed & _MASK32, (run_seed >> 32) & _MASK32),
+    )
+    bits = torch.stack([(a >> 5) << 26 | (b >> 6) for a, b in ((words[0], words[1]), (words[2], words[3]))], dim=-1)
+    # All 53-bit integers are exact in float64; zero becomes half a step, so that no logarithm meets it.
+    return (bits.to(torch.float64).clamp_(min=0.5) * 2.0**-53).flatten(1)[:, :count]
+
+
+def gumbels(
+    run_seed: int, request_seeds_N: torch.Tensor, positions_N: torch.Tensor, purpose: Purpose, count: int
+) -> torch.Tensor:
+    """Standard Gumbel noise, (N, count) float64: G = -log(-log(1 - u)), finite, with 53 bits where G is large."""
+    u = uniforms(run_seed, request_seeds_N, positions_N, purpose, count)
+    return u.neg_().log1p_().neg_().log_().neg_()
