@@ -80,10 +80,6 @@ def test_the_callers_logits_are_never_written_to():  # field A6, B4
 def test_acceptance_does_not_see_the_other_requests_of_the_batch():  # field A12
     law = markov(7, seed=4)
     drafts = [[], [1, 2], [3], [0, 0, 0], [6], [2, 5], [], [4]]
-    from paceline.sampling.accept import VerifyRow, accept, chain_parents
-    from paceline.sampling.processors import Spec
-    from toys import _logits
-
     rows = [
         VerifyRow(str(i), Spec(SamplingParams()), i, as_tokens([i]), as_tokens([]), as_tokens(d), chain_parents(len(d)))
         for i, d in enumerate(drafts)

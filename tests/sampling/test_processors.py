@@ -38,8 +38,9 @@ def test_an_impossible_repetition_penalty_is_a_clear_error(value):  # field D2
     "bad",
     [
         {"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
-        {"min_p": -0.1}, {"min_tokens": 5, "max_tokens": 4}, {"max_tokens": 0}, {"n": 0}, {"stop": ("",)}, 
-        {"bad_words": ((),)}, {"allowed_token_ids": ()}, {"logit_bias": {3: float("inf")}}, {"presence_penalty": float("nan")},
+        {"min_p": -0.1}, {"min_tokens": 5, "max_tokens": 4}, {"max_tokens": 0}, {"n": 0}, {"stop": ("",)},
+        {"bad_words": ((),)}, {"allowed_token_ids": ()}, {"logit_bias": {3: float("inf")}},
+        {"presence_penalty": float("nan")},
     ],
 )  # fmt: skip
 def test_parameters_that_cannot_be_honoured_are_refused(bad):  # field D6
