@@ -167,6 +167,8 @@ def write_run(
 ) -> Path:
     """The files that a training run leaves in its folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (folder / name).unlink(missing_ok=True)
     write_atomically(folder / "config.yaml", dump_config(config or Config()).encode())
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
         metrics.write(records)
