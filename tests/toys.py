@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.sampling.accept import VerifyRow, accept, chain_parents, depths
+from paceline.sampling.accept import VerifyRow, accept, chain_parents, limit_depth
 from paceline.sampling.processors import Spec
 from paceline.sampling.stops import Decode, cut
 from paceline.schema import SamplingParams, as_tokens
@@ -75,13 +75,10 @@ def generate(
         tokens, parents = drafted if isinstance(drafted, tuple) else (drafted, chain_parents(len(drafted)))
         room = params.max_tokens - len(out.tokens)
         tokens, parents = as_tokens(tokens), as_tokens(parents)
-        if len(tokens):
-            keep = depths(parents) <= room - 1
-            # A depth limit keeps every ancestor of what it keeps; only leaves go.
-            index = np.cumsum(keep) - 1
-            tokens, parents = tokens[keep], parents[keep]
-            parents = as_tokens([index[p] if p >= 0 else -1 for p in parents])
-        row = VerifyRow(request_id, Spec(params, stop_ids), seed, prompt_ids, as_tokens(out.tokens), tokens, parents)
+        kept, parents = limit_depth(parents, room - 1)
+        row = VerifyRow(
+            request_id, Spec(params, stop_ids), seed, prompt_ids, as_tokens(out.tokens), tokens[kept], parents
+        )
         (verdict,) = accept(logits_of(law, row), [row], run_seed)
         end = cut(verdict.tokens, row.response, params, stop_ids, room, decode)
         out.tokens += [int(t) for t in verdict.tokens[: end.count]]

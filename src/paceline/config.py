@@ -103,6 +103,7 @@ class DrafterConfig(_Section):
     budget: int = 16
     min_match: int = 1
     max_match: int = 32
+    factor: float = 2.0
     window: int = 16
     siblings: bool = True
 
@@ -110,6 +111,7 @@ class DrafterConfig(_Section):
         _require(self.budget >= 0, "budget", self.budget, ">= 0")
         _require(self.min_match >= 1, "min_match", self.min_match, ">= 1")
         _require(self.max_match >= self.min_match, "max_match", self.max_match, ">= min_match")
+        _require(self.factor >= 0, "factor", self.factor, ">= 0 (0 is no limit)")
         _require(self.window >= 1, "window", self.window, ">= 1 rollout per prompt")
 
 

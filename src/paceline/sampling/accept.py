@@ -101,6 +101,14 @@ def depths(parents: Tokens) -> npt.NDArray[np.int64]:
     return depth[1:]
 
 
+def limit_depth(parents: Tokens, deepest: int) -> tuple[npt.NDArray[np.int64], Tokens]:
+    """The nodes of a draft no deeper than ``deepest`` and their parents, renumbered among themselves."""
+    kept = np.flatnonzero(depths(parents) <= deepest)
+    renumbered = np.full(len(parents) + 1, -1, dtype=np.int32)
+    renumbered[kept] = np.arange(len(kept))
+    return kept, renumbered[parents[kept]]
+
+
 def accept(logits_NV: torch.Tensor, rows: Sequence[VerifyRow], run_seed: int) -> list[Verdict]:
     """Decide a verifying pass: one ``Verdict`` per row.
 

@@ -1,0 +1,184 @@
+"""Attention of a packed pass: queries of ragged rows against the KV slots, with masks for chains and trees.
+
+The model sees one packed sequence (1, N) without padding, so its linear layers do no wasted work. Only here are the
+queries laid out by row, (rows, T), padded to the longest of the pass; long prefill chunks get calls of their own.
+Registered with transformers' public attention interface under ``NAME``; no model code is touched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from paceline.engines.hf.kv import KVSlots
+from paceline.sampling.accept import depths
+
+NAME = "paceline_slots"
+#: A row that brings more tokens than this attends in a call of its own, so that short rows are not padded to it.
+_LONG = 48
+_UNUSED = {
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "position_bias",
+    "max_length_q",
+    "max_length_k",
+}
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """One row's share of a pass: ``count`` committed tokens from position ``start``, then drafted nodes.
+
+    ``parents`` are the drafted nodes' parents; -1 is the last committed token.
+    """
+
+    slot: int
+    start: int
+    count: int
+    parents: npt.NDArray[np.int32]
+
+    @property
+    def total(self) -> int:
+        """Tokens this row brings."""
+        return self.count + len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every drafted node follows the one before it."""
+        return bool((self.parents == np.arange(-1, len(self.parents) - 1)).all())
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The sequence position of each token the row brings: siblings of a tree share one."""
+        positions = np.arange(self.start, self.start + self.total)
+        positions[self.count :] = self.start + self.count - 1 + depths(self.parents)
+        return positions
+
+
+class PassPlan:
+    """Where the N packed tokens of a pass go: cache positions, sequence positions, attention calls and their masks."""
+
+    def __init__(self, rows: Sequence[PassRow], kv: KVSlots, heads_per_kv: int, device: torch.device) -> None:
+        self.kv = kv
+        self.heads_per_kv = heads_per_kv
+        self.device = device
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        flat = [row.slot * kv.capacity + np.arange(row.start, row.start + row.total) for row in rows]
+        self.flat_N = torch.from_numpy(np.concatenate(flat)).to(device)
+        self.position_N = torch.from_numpy(np.concatenate([row.positions() for row in rows])).to(device)
+        first = np.concatenate([[0], np.cumsum([row.total for row in rows])])
+        short = [index for index, row in enumerate(rows) if row.total <= _LONG]
+        groups = [[index] for index, row in enumerate(rows) if row.total > _LONG] + ([short] if short else [])
+        self.calls = [_Call([rows[i] for i in group], [int(first[i]) for i in group], device) for group in groups]
+
+    def mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The additive mask of an attention call, (rows, 1, groups * T, length), built once per pass and window."""
+        key = (index, window)
+        if key not in self._masks:
+            allowed = self.calls[index].allowed(window)
+            if allowed.all():
+                self._masks[key] = None
+            else:
+                mask = torch.zeros(allowed.shape, dtype=dtype)
+                mask.masked_fill_(torch.from_numpy(~allowed), -torch.inf)
+                self._masks[key] = mask.repeat(1, self.heads_per_kv, 1)[:, None].to(self.device)
+        return self._masks[key]
+
+
+class _Call:
+    """One attention call over a range of slots; slots of the range that bring nothing get a dummy query."""
+
+    def __init__(self, rows: Sequence[PassRow], offsets: Sequence[int], device: torch.device) -> None:
+        slots = [row.slot for row in rows]
+        self.rows = rows
+        self.slots = slice(min(slots), max(slots) + 1)
+        self.batch = self.slots.stop - self.slots.start
+        self.queries = max(row.total for row in rows)
+        self.length = max(row.start + row.total for row in rows)
+        packed = np.concatenate([np.arange(o, o + row.total) for o, row in zip(offsets, rows, strict=True)])
+        padded = np.concatenate([(row.slot - self.slots.start) * self.queries + np.arange(row.total) for row in rows])
+        # Rows in slot order with equal counts need no scatter: their packed layout is the padded one.
+        size = self.batch * self.queries
+        self.dense = slice(offsets[0], offsets[0] + size) if np.array_equal(padded, np.arange(size)) else None
+        self.packed_n = torch.from_numpy(packed).to(device)
+        self.padded_n = torch.from_numpy(padded).to(device)
+
+    def allowed(self, window: int | None) -> npt.NDArray[np.bool_]:
+        """Which keys each query sees, (rows, T, length)."""
+        allowed = np.zeros((self.batch, self.queries, self.length), dtype=bool)
+        allowed[:, :, 0] = True  # a dummy query sees one key, so that no row of the softmax is empty
+        keys = np.arange(self.length)
+        for row in self.rows:
+            sees = allowed[row.slot - self.slots.start, : row.total]
+            sees[:] = keys <= np.arange(row.start, row.start + row.total)[:, None]
+            if not row.is_chain:
+                base = row.start + row.count
+                for node, parent in enumerate(row.parents):
+                    own = sees[row.count + node]
+                    own[base:] = sees[row.count + parent, base:] if parent >= 0 else False
+                    own[base + node] = True
+            if window is not None:
+                positions = row.positions()
+                key_positions = keys.copy()
+                key_positions[row.start : row.start + row.total] = positions
+                sees &= key_positions > positions[:, None] - window
+        return allowed
+
+
+def attend(
+    module: torch.nn.Module,
+    query_1HND: torch.Tensor,
+    key_1HND: torch.Tensor,
+    value_1HND: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001  the plan has the masks
+    *,
+    paceline: PassPlan,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the pass's keys and values into the slots and attend: (1, N, H, D) out, as transformers expects it.
+
+    Raises NotImplementedError for an option of the model's attention that is not honoured here, such as a soft cap.
+    """
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _UNUSED]
+    if dropout or unknown:
+        raise NotImplementedError(
+            f"this model's attention uses {unknown or ['dropout']}, which the engine cannot honour"
+        )
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    query_NHD = query_1HND[0].transpose(0, 1)
+    paceline.kv.write(layer, paceline.flat_N, key_1HND[0].transpose(0, 1), value_1HND[0].transpose(0, 1))
+    n, heads, size = query_NHD.shape
+    groups = paceline.heads_per_kv
+    out_NHD = query_NHD.new_empty((n, heads, value_1HND.shape[-1]))
+    for index, call in enumerate(paceline.calls):
+        keys, values = paceline.kv.view(layer, call.slots, call.length)
+        if call.dense is not None:
+            query = query_NHD[call.dense]
+        else:
+            query = query_NHD.new_zeros((call.batch * call.queries, heads, size))
+            query[call.padded_n] = query_NHD[call.packed_n]
+        # The query heads that share a key head are laid along the query axis: keys are never repeated in memory.
+        query = query.view(call.batch, call.queries, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
+        query = query.reshape(call.batch, heads // groups, groups * call.queries, size)
+        mask = paceline.mask(index, sliding_window, query.dtype)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        out = out.view(call.batch, heads // groups, groups, call.queries, -1).permute(0, 3, 1, 2, 4)
+        out = out.reshape(call.batch * call.queries, heads, -1)
+        if call.dense is not None:
+            out_NHD[call.dense] = out
+        else:
+            out_NHD[call.packed_n] = out[call.padded_n]
+    return out_NHD[None], None
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,398 @@
+"""The reference engine: continuous batching over KV slots, speculative or plain, one policy forward a step."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from paceline.budget.steptime import StepTimeTable
+from paceline.config import EngineConfig
+from paceline.drafters.base import Drafter
+from paceline.engines.hf.attention import PassRow
+from paceline.engines.hf.queue import Queue
+from paceline.engines.hf.row import Row
+from paceline.engines.hf.runner import Runner
+from paceline.sampling.accept import Verdict, VerifyRow, accept, chain_parents, limit_depth
+from paceline.sampling.stops import Decode, cut
+from paceline.schema import (
+    Draft,
+    EngineStats,
+    FinishReason,
+    Outcome,
+    PacelineError,
+    Rollout,
+    RolloutRequest,
+    as_tokens,
+    derive_seed,
+)
+
+_NO_TOKENS = as_tokens([])
+
+
+class RequestError(PacelineError):
+    """A request that cannot be honoured; nothing of its call was queued."""
+
+
+@dataclass
+class _Share:
+    """What one row brings to a pass: ``count`` committed tokens, then its draft if that reaches its last token."""
+
+    row: Row
+    count: int
+    decodes: bool
+    draft: Draft | None = None
+
+    @property
+    def drafted(self) -> int:
+        return 0 if self.draft is None else len(self.draft.tokens)
+
+    @property
+    def needs(self) -> int:
+        """Cache positions the row fills by the end of the pass."""
+        return self.row.cached + self.count + self.drafted
+
+    @property
+    def parents(self) -> np.ndarray:
+        if self.draft is None:
+            return _NO_TOKENS
+        return chain_parents(self.drafted) if self.draft.parents is None else self.draft.parents
+
+
+class HFEngine:
+    """Decodes with a causal language model of transformers; implements ``engines.base.Engine``.
+
+    The model becomes the engine's own: it is put into evaluation mode and its attention is replaced. Tokens are a pure
+    function of weights, prompt, sampling parameters and seeds on equal logits; the drafter only decides how many a
+    pass emits. ``seed`` is the run's noise key, ``eos_ids`` end a response (default: the model's generation config),
+    ``decode`` turns token ids into text (needed for stop strings), ``budget`` is the most tokens drafted a request and
+    pass, ``refit_names`` the parameters that every ``load_weights`` must hold (default: all).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        drafter: Drafter | None = None,
+        budget: int = 16,
+        config: EngineConfig | None = None,
+        seed: int = 0,
+        eos_ids: Iterable[int] | None = None,
+        decode: Decode | None = None,
+        refit_names: Iterable[str] | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        if self.config.max_batched_tokens < self.config.slots:
+            raise ValueError(
+                f"engine.max_batched_tokens={self.config.max_batched_tokens} must be at least engine.slots="
+                f"{self.config.slots}, so that every running request can decode"
+            )
+        self.drafter = drafter
+        self.budget = budget
+        self.seed = seed
+        self.decode = decode
+        self.table = StepTimeTable()
+        self._runner = Runner(model)
+        own_limit = self._runner.context
+        self.context = min(self.config.context or own_limit, own_limit)
+        self._eos_ids = tuple(_eos_ids(model) if eos_ids is None else eos_ids)
+        self._refit_names = None if refit_names is None else frozenset(refit_names)
+        self._stats = EngineStats(events={})
+        self._queue = Queue(self.config, self._runner.kv, self._stats)
+        self._done: list[Rollout] = []
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(cls, path: str, *, dtype: str = "float32", device: str = "cpu", **options: Any) -> "HFEngine":
+        """Load a model directory or hub id with its tokenizer; ``options`` are those of the constructor."""
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model.to(device)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        options.setdefault("decode", lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True))
+        return cls(model, **options)
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queue requests; all of them are checked before any is queued.
+
+        Raises RequestError for an id that is in flight, a prompt that leaves no room in the context, a token outside
+        the vocabulary, stop strings without ``decode``, and a request that could never fit in ``kv_tokens``.
+        """
+        self._check_open()
+        samples = [sample for request in requests for sample in _samples(request)]
+        live = {row.request_id for row in self._queue.rows()}
+        for request, _ in samples:
+            self._check(request, live)
+            live.add(request.request_id)
+        for request, index in samples:
+            params = request.params
+            stop_ids = params.stop_token_ids + (() if params.ignore_eos else self._eos_ids)
+            self._queue.add(request, index, stop_ids)
+        if self.drafter is not None:
+            self.drafter.start([request for request, _ in samples])
+
+    def step(self) -> list[Rollout]:
+        """One forward pass over the running requests; returns the rollouts that finished in it.
+
+        Raises ``sampling.accept.LogitsError``, with nothing emitted, where the policy's logits are unsound.
+        """
+        self._check_open()
+        self._queue.admit()
+        if self._queue.running:
+            started = time.perf_counter()
+            shares = self._schedule()
+            verdicts, prefilled = self._verify(shares)
+            self._commit(shares, verdicts)
+            if not prefilled:
+                tokens = sum(share.count + share.drafted for share in shares)
+                self.table.add(len(shares), tokens, time.perf_counter() - started)
+        done, self._done = self._done, []
+        if done and self.drafter is not None:
+            self.drafter.finish(done)
+        return done
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], on_finish: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """Submit and step until all are done; rollouts in the order of the requests and their samples."""
+        self.submit(requests)
+        rollouts: dict[str, Rollout] = {}
+        while self.busy:
+            for rollout in self.step():
+                rollouts[rollout.request_id] = rollout
+                if on_finish is not None:
+                    on_finish(rollout)
+        return [rollouts[sample.request_id] for request in requests for sample, _ in _samples(request)]
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; the next ``step`` returns what it has, finish reason ``abort``. KeyError if unknown."""
+        for row in self._queue.rows():
+            if row.request_id == request_id:
+                self._queue.remove(row)
+                self._finish(row, "abort")
+                return
+        raise KeyError(f"request {request_id} is not in flight")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a ``step`` has work to do or rollouts to hand out."""
+        return bool(self._queue.running or self._queue.waiting or self._done)
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that decode now."""
+        return self._stats.weight_version
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The policy moves to ``version``, also in the middle of requests: their later tokens carry it.
+
+        With ``refit_kv`` "recompute" the cache of running requests is rebuilt by the new weights, so that later tokens
+        are exactly the new policy's; "keep" goes on from the old keys and values. Raises ``WeightsError`` with the
+        first tensor that is missing, unknown or of another shape; nothing is loaded then.
+        """
+        self._check_open()
+        self._runner.load_weights(tensors, self._refit_names)
+        self._stats.weight_version = version
+        self._queue.forget(recompute=self.config.refit_kv == "recompute")
+        if self.drafter is not None:
+            self.drafter.on_weights(version)
+
+    def stats(self) -> EngineStats:
+        """A copy of the counters since the engine was built."""
+        return msgspec.structs.replace(self._stats, events=dict(self._stats.events))
+
+    def close(self) -> None:
+        """Release the KV memory and give the model back; later calls raise."""
+        if not self._closed:
+            self._runner.close()
+            self._closed = True
+
+    # One pass
+
+    def _schedule(self) -> list[_Share]:
+        """What every running row brings to the pass, in slot order: last tokens, then prompts by arrival, then drafts.
+
+        Where the memory cannot hold the pass, drafts are given up first, then the newest requests are preempted.
+        """
+        running = self._queue.running
+        left = self.config.max_batched_tokens - len(running)
+        counts: dict[int, int] = {}
+        for row in sorted(running, key=lambda row: row.arrival):
+            counts[row.arrival] = 1 + min(row.missing - 1, left)
+            left -= counts[row.arrival] - 1
+        shares = [_Share(row, counts[row.arrival], counts[row.arrival] == row.missing) for row in running]
+        decoding = [share for share in shares if share.decodes]
+        if self.drafter is not None and decoding:
+            self._draft(decoding, min(self.budget, left // len(decoding)))
+        if not self._queue.make_room(max(share.needs for share in shares)):
+            self._stats.count("draft_dropped_for_memory")
+            for share in shares:
+                share.draft = None
+            while not self._queue.make_room(max(share.needs for share in shares)):
+                self._queue.preempt()
+                shares = [share for share in shares if share.row in running]
+        slots = {row.arrival: slot for slot, row in enumerate(running)}
+        return sorted(shares, key=lambda share: slots[share.row.arrival])
+
+    def _draft(self, decoding: Sequence[_Share], budget: int) -> None:
+        assert self.drafter is not None
+        if budget <= 0:
+            return
+        started = time.perf_counter()
+        shares = {share.row.request_id: share for share in decoding if share.row.room(self.context) > 1}
+        for draft in self.drafter.propose(list(shares), budget):
+            share = shares.get(draft.request_id)
+            if share is None or draft.length != share.row.total or draft.version != self.version:
+                self._stats.count("draft_stale")
+                continue
+            share.draft = self._sound(draft, budget, share.row.room(self.context) - 1)
+        self._stats.draft_seconds += time.perf_counter() - started
+
+    def _sound(self, draft: Draft, budget: int, deepest: int) -> Draft | None:
+        """The part of a draft that may be verified; None, counted, if it is malformed."""
+        tokens = np.asarray(draft.tokens)
+        parents = chain_parents(len(tokens)) if draft.parents is None else np.asarray(draft.parents)
+        malformed = (
+            tokens.shape != parents.shape
+            or tokens.ndim != 1
+            or bool(((tokens < 0) | (tokens >= self._runner.vocabulary)).any())
+            or bool(((parents >= np.arange(len(parents))) | (parents < -1)).any())
+            or (draft.sources is not None and len(draft.sources) != len(tokens))
+        )
+        if malformed:
+            self._stats.count("draft_malformed")
+            return None
+        kept, parents = limit_depth(parents[:budget], deepest)
+        if not len(kept):
+            return None
+        sources = None if draft.sources is None else draft.sources[kept]
+        return msgspec.structs.replace(
+            draft, tokens=as_tokens(tokens[kept]), parents=as_tokens(parents), sources=sources
+        )
+
+    def _verify(self, shares: Sequence[_Share]) -> tuple[list[Verdict], int]:
+        """The forward pass and the decision; verdicts of the decoding shares, and how many other tokens were filled."""
+        started = time.perf_counter()
+        tokens, rows, keep, verify = [], [], [], []
+        offset = prefilled = 0
+        for slot, share in enumerate(shares):
+            row, drafted = share.row, share.draft.tokens if share.draft is not None else _NO_TOKENS
+            tokens.append(np.concatenate([row.uncached(share.count), drafted]))
+            rows.append(PassRow(slot, row.cached, share.count, share.parents))
+            if share.decodes:
+                keep.append(np.arange(offset + share.count - 1, offset + share.count + len(drafted)))
+                verify.append(
+                    VerifyRow(
+                        row.request_id, row.spec, row.seed, row.request.prompt, row.response, drafted, share.parents
+                    )
+                )
+            prefilled += share.count - 1 if share.decodes else share.count
+            offset += share.count + len(drafted)
+        kept = np.concatenate(keep) if keep else np.empty(0, dtype=np.int64)
+        logits_NV = self._runner.forward(tokens, rows, kept)
+        forwarded = time.perf_counter()
+        verdicts = accept(logits_NV, verify, self.seed) if verify else []
+        self._stats.forwards += 1
+        self._stats.tokens_prefilled += prefilled
+        self._stats.forward_seconds += forwarded - started
+        self._stats.accept_seconds += time.perf_counter() - forwarded
+        return verdicts, prefilled
+
+    def _commit(self, shares: Sequence[_Share], verdicts: Sequence[Verdict]) -> None:
+        """Book the pass: KV paths, tokens, stops; tell the drafter; finish what is finished."""
+        outcomes, ended = [], []
+        waiting_verdicts = iter(verdicts)
+        for slot, share in enumerate(shares):
+            row = share.row
+            row.cached += share.count
+            if not share.decodes:
+                continue
+            verdict = next(waiting_verdicts)
+            params, stop_ids = row.request.params, row.spec.stop_ids
+            end = cut(verdict.tokens, row.response, params, stop_ids, row.room(self.context), self.decode)
+            if not np.array_equal(verdict.path, np.arange(len(verdict.path))):
+                self._runner.kv.move_positions(slot, row.cached + verdict.path, row.cached)
+            row.cached += len(verdict.path)
+            accepted = row.commit(verdict, end, share.draft, self.version)
+            outcomes.append(
+                Outcome(
+                    request_id=row.request_id,
+                    tokens=as_tokens(verdict.tokens[: end.count]),
+                    accepted=accepted,
+                    drafted=share.drafted,
+                    finished=end.reason is not None,
+                )
+            )
+            self._stats.row_forwards += 1
+            self._stats.tokens_emitted += end.count
+            self._stats.tokens_drafted += share.drafted
+            self._stats.tokens_accepted += accepted
+            if end.reason is not None:
+                ended.append((row, end.reason))
+        if self.drafter is not None and outcomes:
+            started = time.perf_counter()
+            self.drafter.commit(outcomes)
+            self._stats.draft_seconds += time.perf_counter() - started
+        for row, reason in ended:
+            self._queue.remove(row)
+            self._finish(row, reason)
+
+    def _finish(self, row: Row, reason: FinishReason) -> None:
+        text = row.text
+        if text is None and self.decode is not None:
+            text = self.decode([int(token) for token in row.response])
+        self._done.append(row.rollout(reason, text))
+
+    # Refusals
+
+    def _check(self, request: RolloutRequest, live: set[str]) -> None:
+        name, length = f"request {request.request_id}", len(request.prompt)
+        if request.request_id in live:
+            raise RequestError(f"{name} is in flight already; ids must be unique")
+        if length >= self.context:
+            raise RequestError(f"{name}: the prompt has {length} tokens, the context {self.context}; no room to answer")
+        outside = request.prompt[(request.prompt < 0) | (request.prompt >= self._runner.vocabulary)]
+        if len(outside):
+            raise RequestError(
+                f"{name}: prompt token {outside[0]} is outside the vocabulary of {self._runner.vocabulary}"
+            )
+        if request.params.stop and self.decode is None:
+            raise RequestError(f"{name} has stop strings; give the engine `decode`, or use stop_token_ids")
+        cap = self.config.kv_tokens
+        if cap and min(length + request.params.max_tokens, self.context) > cap:
+            raise RequestError(
+                f"{name} may need {length + request.params.max_tokens} positions, engine.kv_tokens is {cap}; "
+                "raise it or lower max_tokens"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+
+def _samples(request: RolloutRequest) -> list[tuple[RolloutRequest, int]]:
+    """The request's samples with their indices: itself, or ``n`` children with ids and seeds of their own."""
+    params = request.params
+    if params.n == 1:
+        return [(request, 0)]
+    children = []
+    for index in range(params.n):
+        own = msgspec.structs.replace(params, n=1, seed=derive_seed("sample", request.seed, index))
+        child = msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}/{index}",
+            params=own,
+            group=request.group or request.request_id,
+        )
+        children.append((child, index))
+    return children
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

@@ -1,0 +1,87 @@
+"""Key-value memory in slots: a row of positions per running request, grown on demand, compacted by moving rows.
+
+Rows in use are always the first ones, so a layer's keys for a batch of B rows are the view ``[:B, :length]`` and
+nothing is gathered to attend. Trimming after a rejection writes nothing: positions beyond a row's length are stale
+until the next pass overwrites them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Snapshot = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of one row, per layer, each (length, heads, head size)."""
+
+
+class KVSlots:
+    """Keys and values of every layer, each (slots, capacity, heads, head size)."""
+
+    def __init__(self, layers: int) -> None:
+        self.slots = 0
+        self.capacity = 0
+        self._keys: list[torch.Tensor | None] = [None] * layers
+        self._values: list[torch.Tensor | None] = [None] * layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys and values."""
+        return sum(t.nbytes for side in (self._keys, self._values) for t in side if t is not None)
+
+    def resize(self, slots: int, capacity: int) -> None:
+        """Hold ``slots`` rows of ``capacity`` positions; what fits of the stored rows stays."""
+        if (slots, capacity) == (self.slots, self.capacity):
+            return
+        for side in (self._keys, self._values):
+            for layer, old in enumerate(side):
+                if old is not None:
+                    rows, length = min(slots, self.slots), min(capacity, self.capacity)
+                    new = old.new_zeros((slots, capacity, *old.shape[2:]))
+                    new[:rows, :length] = old[:rows, :length]
+                    side[layer] = new
+        self.slots, self.capacity = slots, capacity
+
+    def write(self, layer: int, flat_N: torch.Tensor, keys_NHD: torch.Tensor, values_NHD: torch.Tensor) -> None:
+        """Store N new positions of a layer at ``flat_N`` = slot * capacity + position."""
+        for side, new_NHD in ((self._keys, keys_NHD), (self._values, values_NHD)):
+            memory = side[layer]
+            if memory is None:
+                memory = side[layer] = new_NHD.new_zeros((self.slots, self.capacity, *new_NHD.shape[1:]))
+            memory.view(-1, *memory.shape[2:]).index_copy_(0, flat_N, new_NHD)
+
+    def view(self, layer: int, rows: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some rows, each (rows, heads, length, head size), without a copy."""
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None
+        assert values is not None
+        return keys[rows, :length].transpose(1, 2), values[rows, :length].transpose(1, 2)
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of a row over another."""
+        for memory in self._stored():
+            memory[target, :length] = memory[source, :length]
+
+    def move_positions(self, row: int, sources: npt.NDArray[np.int64], start: int) -> None:
+        """Lay scattered positions of a row end to end from ``start``: the accepted path of a tree."""
+        index = torch.from_numpy(sources)
+        for memory in self._stored():
+            memory[row, start : start + len(sources)] = memory[row, index.to(memory.device)]
+
+    def save(self, row: int, length: int) -> Snapshot:
+        """A copy of the first ``length`` positions of a row."""
+        return [
+            (keys[row, :length].clone(), values[row, :length].clone())
+            for keys, values in zip(self._keys, self._values, strict=True)
+            if keys is not None and values is not None
+        ]
+
+    def load(self, row: int, snapshot: Snapshot) -> None:
+        """Write a saved row's positions into ``row``."""
+        for memories, saved in zip(zip(self._keys, self._values, strict=True), snapshot, strict=True):
+            for memory, tensor in zip(memories, saved, strict=True):
+                assert memory is not None
+                memory[row, : tensor.shape[0]] = tensor
+
+    def _stored(self) -> Sequence[torch.Tensor]:
+        return [t for side in (self._keys, self._values) for t in side if t is not None]

@@ -1,0 +1,113 @@
+"""Who runs and who waits: admission into KV slots, shared prompts, memory under a cap, preemption."""
+
+from collections import deque
+
+from paceline.config import EngineConfig
+from paceline.engines.hf.kv import KVSlots, Snapshot
+from paceline.engines.hf.row import Row
+from paceline.schema import EngineStats, RolloutRequest
+
+_KV_STEP = 64
+
+
+class Queue:
+    """Waiting and running rows. A running row's index is its KV slot; the slots in use are always the first ones."""
+
+    def __init__(self, config: EngineConfig, kv: KVSlots, stats: EngineStats) -> None:
+        self.config = config
+        self.kv = kv
+        self.stats = stats
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self._prefixes: dict[bytes, Snapshot] = {}
+        self._arrivals = 0
+
+    def rows(self) -> list[Row]:
+        """All rows in flight."""
+        return [*self.running, *self.waiting]
+
+    def add(self, request: RolloutRequest, sample_index: int, stop_ids: tuple[int, ...]) -> None:
+        """Queue a request behind those that came before."""
+        self.waiting.append(Row(request, sample_index, stop_ids, self._arrivals))
+        self._arrivals += 1
+
+    def admit(self) -> None:
+        """Move waiting rows into free slots, in order; one whose prompt a sibling is just computing waits for it."""
+        passed_over: list[Row] = []
+        while self.waiting and len(self.running) < self.config.slots:
+            row = self.waiting.popleft()
+            prefix, coming = self._prefix(row)
+            if coming:
+                passed_over.append(row)
+                continue
+            if not self._grow(len(self.running) + 1, max([row.total, *(other.total for other in self.running)])):
+                self.waiting.appendleft(row)
+                break
+            self.running.append(row)
+            if prefix is not None:
+                self.kv.load(len(self.running) - 1, prefix)
+                row.cached = row.prompt_length - 1
+                self.stats.prompts_shared += 1
+        self.waiting.extendleft(reversed(passed_over))
+        for key in self._prefixes.keys() - {row.prompt_bytes for row in self.waiting}:
+            del self._prefixes[key]
+
+    def _prefix(self, row: Row) -> tuple[Snapshot | None, bool]:
+        """The KV of a row's prompt without its last token if a sibling has it; and whether one is computing it."""
+        if not (self.config.share_prompts and row.is_fresh and row.prompt_length > 1):
+            return None, False
+        if row.prompt_bytes in self._prefixes:
+            return self._prefixes[row.prompt_bytes], False
+        twins = [other for other in self.running if other.prompt_bytes == row.prompt_bytes]
+        for other in twins:
+            if other.cached >= row.prompt_length - 1:
+                return self.kv.save(self.running.index(other), row.prompt_length - 1), False
+        return None, bool(twins)
+
+    def make_room(self, length: int) -> bool:
+        """Whether every running row can hold ``length`` positions; the memory grows up to ``kv_tokens`` for it."""
+        return self._grow(len(self.running), length)
+
+    def _grow(self, rows: int, length: int) -> bool:
+        kv, cap = self.kv, self.config.kv_tokens
+        if rows <= kv.slots and length <= kv.capacity:
+            return True
+        if cap and rows * length > cap:
+            return False
+        slots = rows if rows <= kv.slots else min(self.config.slots, 2 * rows)
+        capacity = kv.capacity
+        if length > capacity:
+            capacity = -(-max(length, capacity + capacity // 2) // _KV_STEP) * _KV_STEP
+        if cap and slots * capacity > cap:
+            slots, capacity = rows, max(length, min(capacity, cap // rows))
+        kv.resize(max(slots, kv.slots) if not cap else slots, capacity)
+        return True
+
+    def preempt(self) -> None:
+        """Take the newest running row off its slot; it is recomputed when there is room again."""
+        row = max(self.running, key=lambda row: row.arrival)
+        self.remove(row)
+        row.cached = 0
+        self.waiting.appendleft(row)
+        self.stats.preemptions += 1
+
+    def remove(self, row: Row) -> None:
+        """Take a row out of flight. The last row moves into its slot; a prompt that a waiting sibling needs is kept."""
+        if row in self.waiting:
+            self.waiting.remove(row)
+            return
+        slot = self.running.index(row)
+        shareable = self.config.share_prompts and row.cached >= row.prompt_length - 1 > 0
+        if shareable and any(other.is_fresh and other.prompt_bytes == row.prompt_bytes for other in self.waiting):
+            self._prefixes.setdefault(row.prompt_bytes, self.kv.save(slot, row.prompt_length - 1))
+        last = self.running.pop()
+        if last is not row:
+            self.kv.move_row(len(self.running), slot, last.cached)
+            self.running[slot] = last
+
+    def forget(self, recompute: bool) -> None:
+        """The weights moved: shared prompts are void, and with ``recompute`` the running rows' KV too."""
+        self._prefixes.clear()
+        if recompute:
+            for row in self.running:
+                row.cached = 0

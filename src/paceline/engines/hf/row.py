@@ -1,0 +1,120 @@
+"""One request inside the engine: what is committed, what is cached, and the record of how it came about."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.sampling.accept import Verdict
+from paceline.sampling.processors import Spec
+from paceline.sampling.stops import Cut
+from paceline.schema import SOURCES, Draft, FinishReason, Rollout, RolloutRequest, Tokens, as_tokens
+
+_OTHER = SOURCES.index("other")
+
+
+class Row:
+    """A request's state. ``total`` committed tokens (prompt included), of which the first ``cached`` have KV."""
+
+    def __init__(self, request: RolloutRequest, sample_index: int, stop_ids: tuple[int, ...], arrival: int) -> None:
+        self.request = request
+        self.sample_index = sample_index
+        self.spec = Spec(request.params, stop_ids)
+        self.seed = request.seed
+        self.arrival = arrival
+        self.prompt_length = len(request.prompt)
+        self.prompt_bytes = request.prompt.tobytes()
+        self._tokens = np.empty(self.prompt_length + request.params.max_tokens, dtype=np.int32)
+        self._tokens[: self.prompt_length] = request.prompt
+        self.total = self.prompt_length
+        self.cached = 0
+        self.forwards = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.text: str | None = None
+        self._processed: list[npt.NDArray[np.float64]] = []
+        self._raw: list[npt.NDArray[np.float64]] = []
+        self._margins: list[npt.NDArray[np.float64]] = []
+        self._sources: list[npt.NDArray[np.uint8]] = []
+        self._versions: list[npt.NDArray[np.int32]] = []
+        self._accept_lengths: list[int] = []
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def response(self) -> Tokens:
+        """The response so far, a view."""
+        return self._tokens[self.prompt_length : self.total]
+
+    @property
+    def missing(self) -> int:
+        """Committed tokens without KV; 1 while the row decodes."""
+        return self.total - self.cached
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing has been emitted yet."""
+        return self.total == self.prompt_length
+
+    def uncached(self, count: int) -> Tokens:
+        """The next ``count`` committed tokens that need KV, a view."""
+        return self._tokens[self.cached : self.cached + count]
+
+    def room(self, context: int) -> int:
+        """How many more tokens may be emitted."""
+        return min(len(self._tokens), context) - self.total
+
+    def commit(self, verdict: Verdict, end: Cut, draft: Draft | None, version: int) -> int:
+        """Take over what a pass emitted; returns how many of the emitted tokens had been drafted."""
+        count = end.count
+        accepted = min(len(verdict.path), count)
+        self._tokens[self.total : self.total + count] = verdict.tokens[:count]
+        self.total += count
+        self.text = end.text
+        self._processed.append(verdict.processed_logprobs[:count])
+        self._raw.append(verdict.raw_logprobs[:count])
+        self._margins.append(verdict.margins[:count])
+        self._versions.append(np.full(count, version, dtype=np.int32))
+        sources = np.zeros(count, dtype=np.uint8)
+        if draft is not None and accepted:
+            kept = verdict.path[:accepted]
+            sources[:accepted] = _OTHER if draft.sources is None else draft.sources[kept]
+        self._sources.append(sources)
+        self._accept_lengths.append(accepted)
+        self.forwards += 1
+        self.drafted += 0 if draft is None else len(draft.tokens)
+        self.accepted += accepted
+        return accepted
+
+    def rollout(self, reason: FinishReason, text: str | None) -> Rollout:
+        """The finished record."""
+        request = self.request
+        raw = _joined(self._raw, np.float64)
+        processed = _joined(self._processed, np.float64)
+        return Rollout(
+            request_id=request.request_id,
+            group=request.group,
+            prompt_key=request.prompt_key,
+            prompt=request.prompt,
+            tokens=self.response.copy(),
+            logprobs=raw if request.params.logprobs == "raw" else processed,
+            raw_logprobs=raw,
+            logprob_mode=request.params.logprobs,
+            margins=_joined(self._margins, np.float64),
+            versions=_joined(self._versions, np.int32),
+            sources=_joined(self._sources, np.uint8),
+            finish_reason=reason,
+            forwards=self.forwards,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            accept_lengths=as_tokens(self._accept_lengths),
+            text=text,
+            sample_index=self.sample_index,
+        )
+
+
+def _joined(parts: Sequence[npt.NDArray], dtype: type) -> npt.NDArray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)

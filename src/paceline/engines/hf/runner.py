@@ -1,0 +1,100 @@
+"""The policy as a function of packed tokens: one forward pass over ragged rows, logits only where they are needed."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from paceline.engines.hf.attention import NAME, PassPlan, PassRow
+from paceline.engines.hf.kv import KVSlots
+from paceline.schema import PacelineError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class UnsupportedModelError(PacelineError):
+    """A model that the reference engine cannot run without changing its law."""
+
+
+class WeightsError(PacelineError):
+    """A set of weights that does not fit the policy; nothing was loaded."""
+
+
+class Runner:
+    """Owns the model and its KV slots. The model must be a causal language model of transformers in evaluation mode."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if not getattr(model, "_supports_attention_backend", False) or layer_types - _LAYER_TYPES:
+            kinds = ", ".join(sorted(layer_types - _LAYER_TYPES)) or "an attention of its own"
+            raise UnsupportedModelError(
+                f"{type(model).__name__} uses {kinds}; the reference engine runs models with full or sliding attention "
+                "through transformers' attention interface"
+            )
+        self.model = model.eval().requires_grad_(False)
+        self.config = config
+        self.vocabulary = int(config.vocab_size)
+        self.context = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+        self.device = model.device
+        self.dtype = model.dtype
+        self.kv = KVSlots(config.num_hidden_layers)
+        self._heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+        self._keep_N: torch.Tensor | None = None
+        model.set_attn_implementation(NAME)
+        # The head's own forward (soft caps, scales) runs on the kept positions alone.
+        self._hook = model.base_model.register_forward_hook(self._keep)
+
+    def close(self) -> None:
+        """Undo what was attached to the model and release the slots."""
+        self._hook.remove()
+        self.kv = KVSlots(0)
+
+    @torch.no_grad()
+    def forward(self, tokens: Sequence[np.ndarray], rows: Sequence[PassRow], keep: np.ndarray) -> torch.Tensor:
+        """One pass. ``tokens[i]`` are the token ids that row i brings; returns raw logits (len(keep), V).
+
+        ``keep`` indexes the packed tokens whose logits are wanted; it may be empty (a pure prefill chunk).
+        """
+        plan = PassPlan(rows, self.kv, self._heads_per_kv, self.device)
+        input_1N = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)[None]
+        self._keep_N = torch.from_numpy(keep).to(self.device)
+        output = self.model(
+            input_ids=input_1N,
+            # A four-dimensional mask is passed through as it is; the plan's own masks are the ones that count.
+            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
+            position_ids=plan.position_N[None],
+            use_cache=False,
+            paceline=plan,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _keep(self, module: torch.nn.Module, args: object, output: object) -> object:  # noqa: ARG002
+        if self._keep_N is not None:
+            output.last_hidden_state = output.last_hidden_state[:, self._keep_N]  # type: ignore[attr-defined]
+        return output
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None) -> None:
+        """Copy a complete set of weights into the model.
+
+        ``expected`` names the parameters that every set must hold (None: all of them, tied ones once). Raises
+        WeightsError, before anything is written, that names the first tensor missing, unknown or of another shape.
+        """
+        own = dict(self.model.named_parameters())
+        missing = sorted((frozenset(own) if expected is None else expected) - set(tensors))
+        unknown = sorted(set(tensors) - set(own))
+        if missing or unknown:
+            what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the policy does not have"
+            raise WeightsError(
+                f"the set of weights {what} ({len(missing)} missing, {len(unknown)} unknown); none was loaded"
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != own[name].shape:
+                raise WeightsError(
+                    f"{name} has shape {tuple(tensor.shape)}, the policy's is {tuple(own[name].shape)}; none was loaded"
+                )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
