@@ -1,7 +1,7 @@
 """The one definition of every metric of a training step, and the functions that compute the derived ones."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
 
 import msgspec
@@ -197,6 +197,31 @@ def first_and_later(records: Sequence[StepRecord]) -> tuple[Summary, Summary | N
     first = [record for record in records if record.epoch == records[0].epoch]
     later = [record for record in records if record.epoch != records[0].epoch]
     return summarise(first), summarise(later) if later else None
+
+
+def shown(value: float, form: str = ".2f") -> str:
+    """``value`` for people to read; a dash where it is unknown."""
+    return format(value, form) if math.isfinite(value) else "–"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, for people to read: ``1 step``, ``1,024 rollouts``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+#: The lines of the table that compares the first epoch with the later ones: a name, and the value as text.
+SUMMARY_LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+    ("steps", lambda s: str(s.steps)),
+    ("reward", lambda s: shown(s.reward, ".3f")),
+    ("held-out reward, last", lambda s: shown(s.eval_reward, ".3f")),
+    ("tokens per forward", lambda s: shown(s.tokens_per_forward)),
+    ("drafted tokens per forward", lambda s: shown(s.drafted_per_forward)),
+    ("acceptance", lambda s: shown(s.acceptance, ".0%")),
+    ("generation, seconds per step", lambda s: shown(ratio(s.generation_seconds, s.steps))),
+    ("generation, tokens per second", lambda s: shown(s.tokens_per_second, ".0f")),
+    ("times as fast as plain, projected", lambda s: shown(s.speedup_projected)),
+    ("times as fast as plain, measured", lambda s: shown(s.speedup_measured)),
+)
 
 
 def phase_seconds(records: Iterable[StepRecord]) -> dict[str, float]:

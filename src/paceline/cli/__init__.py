@@ -1,0 +1,40 @@
+"""The ``paceline`` command: one file a sub-command, each a thin caller; ``--help`` loads no torch."""
+
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli.assets import assets
+from paceline.cli.config import config
+from paceline.cli.diff import diff
+from paceline.cli.report import report
+from paceline.cli.train import train
+from paceline.cli.warmup import warmup
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+for _command in (train, warmup, diff, report, config, assets):
+    app.command()(_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Faster RL post-training: rollouts are drafted and verified, and no token changes.
+
+    Exit codes: 0 done, 1 a comparison failed, 2 bad input, 130 stopped by Ctrl-C.
+    """
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,54 @@
+"""What the commands share: overrides, errors in one line, and results as JSON."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.schema import PacelineError
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that beat those of CONFIG.", show_default=False),
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run; the same as out=DIR.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the result as JSON.")]
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input ends the command with one line and exit code 2, Ctrl-C with 130; a bug keeps its traceback."""
+    try:
+        yield
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def with_out(overrides: list[str] | None, out: Path | None) -> list[str]:
+    """The overrides, ``--out`` among them."""
+    quoted = [] if out is None else ["out='" + str(out).replace("'", "''") + "'"]
+    return [*(overrides or []), *quoted]
+
+
+def write_json(path: Path | None, result: Any) -> None:
+    """Write ``result`` to ``path`` (None: nowhere), NaN as null."""
+    if path is None:
+        return
+    import msgspec
+
+    from paceline.report.trace import write_atomically
+
+    try:
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    except OSError as error:
+        raise PacelineError(f"--json {path}: cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,34 @@
+"""``paceline diff``: do two runs have the same tokens?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.common import JsonPath, one_line_errors, write_json
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or its rollouts.jsonl.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The run to compare it with.", show_default=False)],
+    tolerance: Annotated[float, typer.Option(metavar="MARGIN", help="Widest margin that counts as a near tie.")] = 1e-4,
+    json_path: JsonPath = None,
+) -> None:
+    """Compare the rollouts of two runs token for token.
+
+    Exit code 0: identical, or every first difference is a near tie (the two best keyed scores lie within the tolerance,
+    so that other rounding may pick either). 1: a difference that rounding does not explain, or nothing to compare.
+    """
+    with one_line_errors():
+        from rich.console import Console
+
+        from paceline.report.diff import diff_runs, diff_table
+
+        result = diff_runs(a, b, tolerance)
+        console = Console()
+        if result.differences:
+            console.print(diff_table(result))
+        for line in (*result.missing, *result.notes, result.message):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        write_json(json_path, result)
+        raise typer.Exit(result.exit_code)

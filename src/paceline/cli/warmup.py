@@ -1,0 +1,29 @@
+"""``paceline warmup``: a short supervised warm-up, so that the policy knows the form of an answer."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, with_out, write_json
+
+
+def warmup(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    overrides: Overrides = None,
+    out: Out = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Updates.")] = 16,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Answers per update.")] = 8,
+    lr: Annotated[float, typer.Option(metavar="RATE", min=0.0, help="Learning rate.")] = 5e-4,
+    json_path: JsonPath = None,
+) -> None:
+    """Teach the policy the form of an answer.
+
+    Trains on the tasks' reference answers and saves the result, for policy.adapter (LoRA) or policy.path."""
+    with one_line_errors():
+        from paceline.config import load_config
+        from paceline.rl.warmup import warmup as run
+
+        effective = load_config(config, with_out(overrides, out))
+        result = run(effective, steps=steps, batch=batch, lr=lr)
+        write_json(json_path, result)

@@ -1,0 +1,291 @@
+"""One self-contained ``report.html`` of a run: it needs no network, follows dark and light, and reads on a phone."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from paceline import __version__
+from paceline.config import Config, ConfigError, load_config
+from paceline.report import plots
+from paceline.report.example import Decode, Example, examples_html, make_examples
+from paceline.report.metrics import (
+    METRICS,
+    SUMMARY_LINES,
+    Summary,
+    counted,
+    event_counts,
+    first_and_later,
+    identity_verdict,
+    shown,
+    summarise,
+)
+from paceline.report.trace import TraceError, read_metrics, write_atomically
+from paceline.schema import StepRecord
+
+#: Title, what it shows, and the function that draws it.
+_LEARNING = (("Reward", "Mean over the rollouts of a step.", plots.reward_plot),)
+_SPEED = (
+    (
+        "Tokens per forward",
+        "Of one row in one pass of the policy; plain decoding gives 1.",
+        plots.tokens_per_forward_plot,
+    ),
+    (
+        "Generation against plain decoding",
+        "Times as fast as the same engine without drafts.",
+        plots.speed_plot,
+    ),
+    ("Time by phase", "Wall clock of every step.", plots.phase_plot),
+    ("Accepted length", "How many drafted tokens one pass confirmed.", plots.accept_plot),
+)
+
+
+def write_report(run_dir: str | Path, decode: Decode | None = None) -> Path:
+    """Write ``report.html`` from the files in ``run_dir`` and return its path.
+
+    ``decode`` gives one text a token; its texts for the examples are kept in ``example.json``, so later calls need
+    none. Raises TraceError where there is no complete step, PacelineError where matplotlib is missing.
+    """
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    if not records:
+        raise TraceError(f"{run_dir / 'metrics.jsonl'}: no complete step yet; nothing to report")
+    config_file = run_dir / "config.yaml"
+    page = render(
+        name=run_dir.resolve().name,
+        records=records,
+        examples=make_examples(run_dir, decode),
+        config_text=config_file.read_text(encoding="utf-8") if config_file.is_file() else "",
+        config=_config(config_file),
+    )
+    path = run_dir / "report.html"
+    write_atomically(path, page.encode())
+    return path
+
+
+def render(
+    *,
+    name: str,
+    records: Sequence[StepRecord],
+    examples: Sequence[Example] = (),
+    config_text: str = "",
+    config: Config | None = None,
+) -> str:
+    """The page as text."""
+    style = files("paceline.report").joinpath("style.css").read_text(encoding="utf-8")
+    body = "\n".join(
+        (
+            _header(name, records, config),
+            _tiles(records),
+            _pictures("What it learned", _LEARNING, records, _summary(records)),
+            _pictures("What drafting gave", _SPEED, records),
+            examples_html(examples),
+            _events(records),
+            _details("Every step", _steps_table(records)),
+            _details("Configuration", f"<pre>{escape(config_text)}</pre>") if config_text else "",
+            _details("What each number means", _definitions()),
+            f"<footer>Written by paceline {escape(__version__)}.</footer>",
+        )
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(name)} · paceline</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _config(path: Path) -> Config | None:
+    """The run's configuration; None where it is missing or of another version of paceline."""
+    try:
+        return load_config(path) if path.is_file() else None
+    except ConfigError:
+        return None
+
+
+def _header(name: str, records: Sequence[StepRecord], config: Config | None) -> str:
+    whole = summarise(records)
+    facts = [
+        counted(whole.steps, "step"),
+        counted(len({record.epoch for record in records}), "epoch"),
+        counted(whole.rollouts, "rollout"),
+        counted(whole.tokens, "token"),
+    ]
+    if config is not None:
+        drafter = config.drafter
+        facts += [
+            config.policy.path,
+            ", ".join(config.tasks),
+            "no drafts" if drafter.kind == "none" else f"drafter {drafter.kind}, budget {drafter.budget}",
+        ]
+    return (
+        f'<header><div class="name">paceline</div><h1>{escape(_headline(records))}</h1>'
+        f'<p class="run">{escape(name)}: {escape(" · ".join(facts))}</p></header>'
+    )
+
+
+def _headline(records: Sequence[StepRecord]) -> str:
+    """The run in one sentence that claims no more than was measured."""
+    first, later = first_and_later(records)
+    summary = later or first
+    verdict, checked = identity_verdict(records)
+    if verdict == "violation":
+        return "The identity check failed: drafted and plain decoding gave different tokens"
+    if math.isnan(summary.tokens_per_forward):
+        return f"A run of {counted(len(records), 'step')}"
+    if summary.drafted_per_forward == 0:
+        return "A run without drafts: every forward emits one token a row"
+    since = "From the second epoch on, " if later else ""
+    speed = f"{since}{summary.tokens_per_forward:.1f} tokens per forward"
+    if math.isfinite(summary.speedup_measured):
+        speed += f" and generation {summary.speedup_measured:.1f} times as fast as plain decoding"
+    same = {"identical": "; no checked token changed", "near ties": "; checked tokens equal up to near ties"}
+    return speed[0].upper() + speed[1:] + (same.get(verdict, "") if checked else "")
+
+
+def _tiles(records: Sequence[StepRecord]) -> str:
+    first, later = first_and_later(records)
+    verdict, checked = identity_verdict(records)
+    start, end = records[0], records[-1]
+    held_out = [record.eval_reward for record in records if math.isfinite(record.eval_reward)]
+    mood = {"identical": "good", "violation": "bad"}.get(verdict, "")
+    tested = (
+        f"held-out {held_out[0]:.2f} → {held_out[-1]:.2f}"
+        if held_out
+        else "first step → last step"
+        if len(records) > 1
+        else "one step"
+    )
+    summary = later or first
+    return (
+        '<div class="tiles">'
+        + "".join(
+            (
+                _tile("Reward", _change(shown(start.reward), shown(end.reward), len(records) > 1), tested),
+                _tile(
+                    "Tokens per forward",
+                    _change(
+                        shown(first.tokens_per_forward, ".1f"),
+                        shown(summary.tokens_per_forward, ".1f"),
+                        later is not None,
+                    ),
+                    "first epoch → later epochs" if later else "first epoch",
+                ),
+                _tile("Generation against plain", _times(summary), _times_note(summary, later is not None)),
+                _tile(
+                    "Tokens against plain",
+                    f'<span class="{mood}">{escape(verdict)}</span>',
+                    f"{counted(checked, 'step')} checked token by token" if checked else "see check.every",
+                ),
+            )
+        )
+        + "</div>"
+    )
+
+
+def _times(summary: Summary) -> str:
+    best = summary.speedup_measured if math.isfinite(summary.speedup_measured) else summary.speedup_projected
+    return f"{best:.2f}<small> ×</small>" if math.isfinite(best) else "–"
+
+
+def _times_note(summary: Summary, later: bool) -> str:
+    when = "later epochs" if later else "first epoch"
+    if math.isfinite(summary.speedup_measured):
+        return f"measured, {when}; projected {shown(summary.speedup_projected)}"
+    return f"projected, {when}" if math.isfinite(summary.speedup_projected) else "not measured"
+
+
+def _pictures(
+    title: str,
+    pictures: Iterable[tuple[str, str, Callable[[Sequence[StepRecord]], str]]],
+    records: Sequence[StepRecord],
+    beside: str = "",
+) -> str:
+    drawn = [(name, what, draw(records)) for name, what, draw in pictures]
+    figures = "".join(
+        f'<figure role="img" aria-label="{escape(name)}"><figcaption><h3>{escape(name)}</h3><p>{escape(what)}</p>'
+        f"</figcaption>{svg}</figure>"
+        for name, what, svg in drawn
+        if svg
+    )
+    return f'<h2>{escape(title)}</h2><div class="plots">{figures}{beside}</div>' if figures or beside else ""
+
+
+def _summary(records: Sequence[StepRecord]) -> str:
+    """The first epoch beside the later ones, line by line."""
+    columns = [("first epoch", first_and_later(records)[0]), ("later epochs", first_and_later(records)[1])]
+    present = [(name, summary) for name, summary in columns if summary is not None]
+    head = "".join(f"<th>{name}</th>" for name, _ in present)
+    rows = "".join(
+        f"<tr><td>{escape(line)}</td>{''.join(f'<td>{escape(show(summary))}</td>' for _, summary in present)}</tr>"
+        for line, show in SUMMARY_LINES
+    )
+    return (
+        "<figure><figcaption><h3>First epoch and later ones</h3>"
+        "<p>There is history to draft from once a prompt has been visited.</p>"
+        f'</figcaption><table class="summary"><tr><th></th>{head}</tr>{rows}</table></figure>'
+    )
+
+
+def _events(records: Sequence[StepRecord]) -> str:
+    counts = event_counts(records)
+    if not counts:
+        return '<h2>Events</h2><p class="note">None: no fallback, no fault, no ignored setting.</p>'
+    rows = []
+    for event, count in counts.items():
+        steps = [record.step for record in records if event in record.events]
+        where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+        rows.append(f'<tr><td>{escape(event)}</td><td class="number">{count:,}</td><td>{where}</td></tr>')
+    head = '<tr><th>event</th><th class="number">count</th><th>where</th></tr>'
+    return f'<h2>Events</h2><div class="plain scroll"><table class="words events">{head}{"".join(rows)}</table></div>'
+
+
+def _steps_table(records: Sequence[StepRecord]) -> str:
+    columns: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
+        ("step", lambda r: str(r.step)),
+        ("epoch", lambda r: str(r.epoch)),
+        ("reward", lambda r: shown(r.reward, ".3f")),
+        ("held-out", lambda r: shown(r.eval_reward, ".3f")),
+        ("tokens", lambda r: f"{r.tokens:,}"),
+        ("per forward", lambda r: shown(r.tokens_per_forward)),
+        ("acceptance", lambda r: shown(r.acceptance, ".0%")),
+        ("× projected", lambda r: shown(r.speedup_projected)),
+        ("× measured", lambda r: shown(r.speedup_measured)),
+        ("identity", lambda r: r.identity if r.identity != "not checked" else "–"),
+        ("generation s", lambda r: shown(r.seconds.get("generation", math.nan))),
+        ("train s", lambda r: shown(r.seconds.get("train", math.nan))),
+        ("loss", lambda r: shown(r.loss, ".4f")),
+        ("entropy", lambda r: shown(r.entropy, ".3f")),
+        ("KL", lambda r: shown(r.kl, ".4f")),
+        ("gradient", lambda r: shown(r.grad_norm, ".3f")),
+        ("truncated", lambda r: shown(r.truncated, ".0%")),
+    )
+    head = "".join(f"<th>{escape(name)}</th>" for name, _ in columns)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(show(r))}</td>' for _, show in columns)}</tr>" for r in records)
+    return f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
+
+
+def _definitions() -> str:
+    rows = "".join(
+        f"<tr><td>{escape(m.name)}</td><td>{escape(m.unit)}</td><td>{escape(m.definition)}</td></tr>" for m in METRICS
+    )
+    head = "<tr><th>metric</th><th>unit</th><th>definition</th></tr>"
+    return f'<div class="scroll"><table class="words">{head}{rows}</table></div>'
+
+
+def _details(title: str, inner: str) -> str:
+    return f'<details class="plain"><summary>{escape(title)}</summary>{inner}</details>'
+
+
+def _tile(label: str, value: str, more: str) -> str:
+    """``value`` is markup, the rest is text."""
+    return (
+        f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{value}</div>'
+        f'<div class="more">{escape(more)}</div></div>'
+    )
+
+
+def _change(first: str, last: str, changed: bool) -> str:
+    return f"<small>{escape(first)} → </small>{escape(last)}" if changed else escape(last)
