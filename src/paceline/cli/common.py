@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.schema import PacelineError
-
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that beat those of CONFIG.", show_default=False),
@@ -24,6 +22,8 @@ INTERRUPTED = 130
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad input ends the command with one line and exit code 2, Ctrl-C with 130; a bug keeps its traceback."""
+    from paceline.schema import PacelineError
+
     try:
         yield
     except PacelineError as error:
@@ -47,6 +47,7 @@ def write_json(path: Path | None, result: Any) -> None:
     import msgspec
 
     from paceline.report.trace import write_atomically
+    from paceline.schema import PacelineError
 
     try:
         write_atomically(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

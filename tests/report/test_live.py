@@ -1,0 +1,91 @@
+"""A run is watched on a terminal or read from a log; both say the same."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from paceline.report.live import LiveView, Plan, phase_shares, plain_line, summary_table
+from sample_run import make_record, make_records
+
+
+def watch(terminal: bool, events) -> str:
+    sink = io.StringIO()
+    console = Console(file=sink, force_terminal=terminal, width=120, _environ={}, color_system=None)
+    with LiveView(console=console) as view:
+        for event in events:
+            view.on_event(event)
+    return sink.getvalue()
+
+
+def test_without_a_terminal_each_step_is_one_plain_line():
+    shown = watch(False, [Plan(steps=8), *make_records(2, 4)])
+    lines = shown.splitlines()
+    assert len(lines) == 8
+    assert lines[0].startswith("[1/8]  step 0  epoch 0  reward 0.")
+    assert "\x1b" not in shown
+
+
+def test_a_plain_line_holds_every_number_of_the_step():
+    record = make_record(
+        3,
+        identity="identical",
+        speedup_measured=1.9,
+        eval_reward=0.25,
+        seconds={"generation": 5.0, "train": 4.0, "check": 1.0},
+    )
+    assert plain_line(record, 8) == (
+        "[4/8]  step 3  epoch 1  reward 0.500  tokens/forward 4.00  acceptance 60%  x plain 2.00  "
+        "time 10.0 s (generation 50%, reward 0%, train 40%, refit 0%, other 10%)  "
+        "check identical, 1.90x  held-out 0.250"
+    )
+
+
+def test_unknown_values_are_dashes_and_unknown_times_are_left_out():
+    record = make_record(0, acceptance=math.nan, speedup_projected=math.nan, seconds={})
+    assert plain_line(record) == "step 0  epoch 0  reward 0.500  tokens/forward 4.00  acceptance –  x plain –"
+
+
+def test_a_terminal_shows_rows_a_legend_and_the_progress():
+    shown = watch(True, [Plan(steps=8), *make_records(2, 4)])
+    assert "tok/fwd" in shown
+    assert "generation" in shown
+    assert "8/8" in shown
+    assert "identical" in shown
+
+
+def test_a_resumed_run_starts_where_it_stopped():
+    assert "3/8" in watch(True, [Plan(steps=8, done=3)])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_message_is_shown_as_it_is(terminal):
+    assert "saved [bold]x[/bold] 3" in watch(terminal, ["saved [bold]x[/bold] 3"])
+
+
+def test_phases_outside_the_bar_are_other_and_shares_add_up_to_one():
+    shares = phase_shares(make_record(0, seconds={"generation": 1.0, "check": 2.0, "sync": 1.0}))
+    assert shares == {"generation": 0.25, "reward": 0.0, "train": 0.0, "refit": 0.0, "other": 0.75}
+    assert phase_shares(make_record(0, seconds={})) == {}
+
+
+def table_text(records) -> str:
+    console = Console(file=io.StringIO(), width=100, record=True)
+    console.print(summary_table(records))
+    return console.export_text()
+
+
+def test_the_summary_sets_the_first_epoch_beside_the_later_ones():
+    shown = table_text(make_records())
+    assert "first epoch" in shown
+    line = next(line for line in shown.splitlines() if "tokens per forward" in line)
+    first, later = (float(number) for number in line.split()[-2:])
+    assert later > 3 * first
+    assert "identical (1 checked)" in shown
+    assert "identical (3 checked)" in shown
+
+
+@pytest.mark.parametrize("records", [[], make_records(1, 1), make_records(drafts=False)], ids=["none", "one", "plain"])
+def test_the_summary_takes_any_run(records):
+    assert "later epochs" in table_text(records)
