@@ -239,10 +239,10 @@ class HFEngine:
 
     def _draft(self, decoding: Sequence[_Share], budget: int) -> None:
         assert self.drafter is not None
-        if budget <= 0:
+        shares = {share.row.request_id: share for share in decoding if share.row.room(self.context) > 1}
+        if budget <= 0 or not shares:
             return
         started = time.perf_counter()
-        shares = {share.row.request_id: share for share in decoding if share.row.room(self.context) > 1}
         for draft in self.drafter.propose(list(shares), budget):
             share = shares.get(draft.request_id)
             if share is None or draft.length != share.row.total or draft.version != self.version:
@@ -255,9 +255,13 @@ class HFEngine:
         """The part of a draft that may be verified; None, counted, if it is malformed."""
         tokens = np.asarray(draft.tokens)
         parents = chain_parents(len(tokens)) if draft.parents is None else np.asarray(draft.parents)
+        if not tokens.size:
+            return None
         malformed = (
             tokens.shape != parents.shape
             or tokens.ndim != 1
+            or tokens.dtype.kind not in "iu"
+            or parents.dtype.kind not in "iu"
             or bool(((tokens < 0) | (tokens >= self._runner.vocabulary)).any())
             or bool(((parents >= np.arange(len(parents))) | (parents < -1)).any())
             or (draft.sources is not None and len(draft.sources) != len(tokens))
