@@ -172,6 +172,7 @@ def test_a_value_outside_an_enumeration_lists_the_valid_ones(override, message):
         "drafter.min_match=0",
         "drafter.max_match=0",
         "drafter.window=0",
+        "drafter.factor=-1",
         "rl.steps=-1",
         "rl.epochs=0",
         "rl.prompts_per_step=0",

@@ -17,11 +17,13 @@ from typing import IO
 
 import msgspec
 
+from paceline.schema import PacelineError
+
 _MARKER = "complete.json"
 _CHUNK_BYTES = 1 << 20
 
 
-class DataError(RuntimeError):
+class DataError(PacelineError, RuntimeError):
     """Data could not be fetched or is not what was pinned; the message is one line."""
 
 
