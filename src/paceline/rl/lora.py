@@ -1,0 +1,196 @@
+"""Low-rank adapters on the last layers of a policy: made by peft, kept as safetensors, merged for the engine.
+
+An adapted weight is W + (alpha / r) B A (Hu et al. 2021). Nothing here loads a pickle.
+"""
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.config import LoraConfig
+from paceline.rl.models import ModelError
+
+_ADAPTER = "default"
+_PEFT_PREFIX = "base_model.model."
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Settings of an adapter that change what its tensors mean, and that are not supported here.
+_PLAIN = {
+    "use_dora": False,
+    "use_rslora": False,
+    "lora_bias": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layer_replication": None,
+}
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Name and list of the decoder layers: the only list of as many modules as the configuration counts layers.
+
+    Raises ModelError where there is no such list.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ModelError(f"{type(model).__name__}: no list of {count} decoder layers was found; set policy.lora=null")
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel:
+    """Wrap ``model`` (changed in place) with a fresh adapter: A random under ``seed``, B zero, all else frozen.
+
+    Raises ModelError where ``targets`` name no linear module or ``layers`` exceeds the model's.
+    """
+    name, layers = decoder_layers(model)
+    if config.layers > len(layers):
+        raise ModelError(f"policy.lora.layers={config.layers}: the model has {len(layers)} layers")
+    first = len(layers) - config.layers if config.layers else 0
+    inside = {leaf.rpartition(".")[2] for leaf, module in layers[-1].named_modules() if not list(module.children())}
+    missing = sorted(set(config.targets) - inside)
+    if missing:
+        known = ", ".join(sorted(inside))
+        raise ModelError(f"policy.lora.targets: no module {missing[0]!r} in the decoder layers; there are: {known}")
+    settings = PeftLoraConfig(
+        r=config.r,
+        # peft types alpha as an int and takes any number.
+        lora_alpha=int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,  # type: ignore[arg-type]
+        target_modules=sorted(config.targets),
+        layers_to_transform=list(range(first, len(layers))) if config.layers else None,
+        layers_pattern=name.rpartition(".")[2] if config.layers else None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Nothing a user could act on: a property asked for by its old name, and a Conv1D noticed and handled.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
+        torch.manual_seed(seed)
+        return get_peft_model(model, settings)
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """Plain name and module of every adapted linear, in the model's order."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            yield name.removeprefix(_PEFT_PREFIX), module
+
+
+def plain_name(name: str) -> str:
+    """``base_model.model.model.layers.0.q.lora_A.default.weight`` -> ``model.layers.0.q.lora_A.weight``."""
+    return name.removeprefix(_PEFT_PREFIX).replace(f".{_ADAPTER}.weight", ".weight")
+
+
+@torch.no_grad()
+def merged_weight(layer: LoraLinear) -> Tensor:
+    """A new tensor W + scale B A in W's dtype; product and sum in float32 at least."""
+    base = layer.get_parameter("base_layer.weight")
+    wide = torch.promote_types(base.dtype, torch.float32)
+    a, b = (layer.get_parameter(f"lora_{side}.{_ADAPTER}.weight").to(wide) for side in "AB")
+    delta = (b @ a) * layer.scaling[_ADAPTER]
+    # A Conv1D (GPT-2) keeps its weight as (in, out).
+    return (base.to(wide) + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype)
+
+
+def read_adapter(directory: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Shape and tensors (by plain name) of a peft adapter directory.
+
+    ``layers`` of the result counts the adapted layers (0: all). Raises ModelError for anything missing, unreadable, or
+    of a kind of adapter that is not plain LoRA.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"policy.adapter={directory}: no such directory; `paceline warmup` makes one")
+    try:
+        settings: dict[str, Any] = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(directory / _WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"policy.adapter={directory}: cannot read {_CONFIG} and {_WEIGHTS}: {_one_line(error)}; "
+            f"make the adapter anew"
+        ) from None
+    for key, plain in _PLAIN.items():
+        if settings.get(key) not in (plain, None):
+            raise ModelError(f"policy.adapter={directory}: {key}={settings[key]!r} is not plain LoRA")
+    targets = settings.get("target_modules")
+    if not isinstance(targets, list) or not targets:
+        raise ModelError(f"policy.adapter={directory}: target_modules must be a list of module names, got {targets!r}")
+    shape = LoraConfig(
+        r=settings["r"],
+        alpha=float(settings["lora_alpha"]),
+        layers=len(settings.get("layers_to_transform") or ()),
+        targets=tuple(sorted(targets)),
+    )
+    return shape, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def warm_start(model: nn.Module, config: LoraConfig, directory: Path) -> None:
+    """Copy the adapter of ``directory`` into the fresh one; ModelError names the first thing that differs."""
+    shape, tensors = read_adapter(directory)
+    for key in ("r", "alpha", "layers"):
+        if getattr(shape, key) != getattr(config, key):
+            raise ModelError(
+                f"policy.adapter={directory}: made with {key}={getattr(shape, key)}, "
+                f"but policy.lora.{key}={getattr(config, key)}; set policy.lora.{key}={getattr(shape, key)}"
+            )
+    wanted = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    copy_exactly(wanted, tensors, f"policy.adapter={directory}")
+
+
+@torch.no_grad()
+def copy_exactly(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], where: str) -> None:
+    """Copy ``given`` into ``wanted`` in place; ModelError names the first tensor missing, unknown or of another shape.
+
+    Nothing is copied unless everything fits.
+    """
+    for name, tensor in wanted.items():
+        if name not in given:
+            raise ModelError(f"{where}: tensor {name} is missing")
+        if given[name].shape != tensor.shape:
+            raise ModelError(f"{where}: {name} has shape {tuple(given[name].shape)}, wanted {tuple(tensor.shape)}")
+    if unknown := sorted(set(given) - set(wanted)):
+        raise ModelError(f"{where}: tensor {unknown[0]} has no place in this policy")
+    for name, tensor in wanted.items():
+        tensor.copy_(given[name])
+
+
+def write_adapter(model: PeftModel, directory: Path, base: str | None, dtype: torch.dtype | None = None) -> None:
+    """Write the adapter as a peft directory, each file at once; other files there stay.
+
+    ``base`` is the name of the model that it belongs to (None: not recorded); the tensors are written in ``dtype``
+    (None: as they are).
+    """
+    settings = model.peft_config[_ADAPTER].to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
+    tensors = {
+        _PEFT_PREFIX + plain_name(name): parameter.detach().to("cpu", dtype).contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as scratch:
+        fresh = Path(scratch)
+        save_file(tensors, fresh / _WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(settings, indent=2, sort_keys=True, default=_as_json)
+        (fresh / _CONFIG).write_text(text + "\n", encoding="utf-8")
+        for name in (_WEIGHTS, _CONFIG):
+            os.replace(fresh / name, directory / name)
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,218 @@
+"""The policy that trains: a causal language model, its tokenizer, its adapter, and what an engine gets of it."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from paceline.config import PolicyConfig
+from paceline.rl import lora
+from paceline.rl.models import SMOLLM2, ModelError, resolve_model
+from paceline.rl.scoring import Scorer
+from paceline.schema import Tokens, as_tokens
+
+
+class Policy:
+    """A model in train-ready state: eval mode, so without dropout, with gradients on what trains and nothing else.
+
+    ``model`` is the Hugging Face model; with LoRA its adapted linears are peft's, inside the same model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PolicyConfig,
+        adapter: PeftModel | None = None,
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = config
+        self.adapter = adapter
+        self.scorer = Scorer(model)
+        #: Whether the weights are still those of the start: the reference of a KL penalty must be taken from such.
+        self.pristine = True
+
+    @classmethod
+    def load(cls, config: PolicyConfig, seed: int) -> "Policy":
+        """The policy of ``config``; a fresh LoRA is a function of ``seed``. Raises ModelError or DataError, one line.
+
+        With ``adapter`` and ``lora``, training goes on from the adapter, which must have the shape that ``lora`` says;
+        with ``adapter`` alone it is merged into the weights, and all of them train.
+        """
+        source = resolve_model(config.path)
+        device = _device(config.device)
+        model, tokenizer = _pretrained(source, config)
+        adapter = None
+        if config.lora is not None:
+            adapter = lora.add_lora(model, config.lora, seed)
+            if config.adapter is not None:
+                lora.warm_start(adapter, config.lora, Path(config.adapter).expanduser())
+        elif config.adapter is not None:
+            directory = Path(config.adapter).expanduser()
+            shape, _ = lora.read_adapter(directory)
+            wrapped = lora.add_lora(model, shape, seed)
+            lora.warm_start(wrapped, shape, directory)
+            model = _merged_copy(wrapped)
+            model.requires_grad_(True)
+        model.to(device)  # type: ignore[arg-type]
+        return cls(model, tokenizer, config, adapter)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.get_input_embeddings().weight.device
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and parameter of everything that trains, tied weights once, in the model's order."""
+        return [(lora.plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def refit_names(self) -> list[str]:
+        """The plain model's names of the weights that training changes."""
+        if self.adapter is None:
+            return [name for name, _ in self.trainable()]
+        return [f"{name}.weight" for name, _ in lora.adapted(self.adapter)]
+
+    def refit_tensors(self) -> dict[str, Tensor]:
+        """Those weights by plain name, adapters merged, in the model's dtype; the model is left as it is.
+
+        With LoRA the tensors are new. Without, they are the live weights: copy them before the next update.
+        """
+        if self.adapter is None:
+            return {name: parameter.detach() for name, parameter in self.trainable()}
+        return {f"{name}.weight": lora.merged_weight(layer) for name, layer in lora.adapted(self.adapter)}
+
+    def engine_model(self) -> PreTrainedModel:
+        """An independent plain copy with merged weights, in eval mode and without gradients, for an engine to own."""
+        if self.adapter is not None:
+            return _merged_copy(self.adapter)
+        return copy.deepcopy(self.model).requires_grad_(False)
+
+    def encode_prompt(self, text: str) -> Tokens:
+        """Token ids of a prompt: one user turn of the chat template, ready for the answer, or the bare text.
+
+        The template is used where the tokenizer has one and ``policy.chat`` is not false. Raises ModelError where
+        ``policy.chat`` is true without a template, and for text without a single token.
+        """
+        has_template = self.tokenizer.chat_template is not None
+        if self.config.chat and not has_template:
+            raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
+        if has_template and self.config.chat is not False:
+            turn = [{"role": "user", "content": text}]
+            ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(text)["input_ids"]
+        if not ids:
+            raise ModelError(f"prompt {text!r}: the tokenizer makes no token of it")
+        return as_tokens(ids)
+
+    def decode(self, tokens: Tokens) -> str:
+        """Text of ``tokens``, special tokens left out."""
+        ids = np.asarray(tokens).tolist()
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends a response, by the generation configuration and the tokenizer, ascending."""
+        generation = self.model.generation_config
+        ids = {self.tokenizer.eos_token_id}
+        for stated in (generation.eos_token_id if generation else None, self.model.config.eos_token_id):
+            ids |= set(stated) if isinstance(stated, (list, tuple)) else {stated}
+        return tuple(sorted(int(i) for i in ids if i is not None))
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of what trains, by name, on the CPU."""
+        return {name: parameter.detach().cpu().clone() for name, parameter in self.trainable()}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what ``state`` gave; where a tensor does not fit, ModelError names it and nothing changes."""
+        lora.copy_exactly(dict(self.trainable()), tensors, "checkpoint")
+        self.pristine = False
+
+    @contextmanager
+    def weights_of(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it the trainable weights are ``tensors`` (by name, on the model's device). No graph may be live."""
+        own = {name: parameter.data for name, parameter in self.trainable()}
+        try:
+            for name, parameter in self.trainable():
+                parameter.data = tensors[name]
+            yield
+        finally:
+            for name, parameter in self.trainable():
+                parameter.data = own[name]
+
+    def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the LoRA as a peft adapter directory. ModelError where all weights train."""
+        if self.adapter is None:
+            raise ModelError("there is no adapter to save, as all weights train; save the model")
+        local = Path(self.config.path).expanduser().exists() and self.config.path != SMOLLM2
+        lora.write_adapter(self.adapter, directory, None if local else self.config.path, dtype)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the merged model and its tokenizer as an ordinary transformers directory."""
+        self.engine_model().save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def logprobs(
+        self, prompts: Sequence[Tokens], responses: Sequence[Tokens], temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """``Scorer.logprobs``: log-probability (with gradients) and entropy of every response token, each (N,)."""
+        return self.scorer.logprobs(prompts, responses, temperature)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"policy.device={name}: not usable here ({reason}); set policy.device=auto") from None
+
+
+def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (on the CPU, so that a LoRA's random start is the same on every device) and tokenizer."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"policy.path={config.path}: cannot be loaded as a causal language model: {reason}") from None
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+    model, report = loaded
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report[problem]:
+            first = sorted(map(str, report[problem]))[0]
+            raise ModelError(f"policy.path={config.path}: {problem.replace('_keys', '')} tensor {first} in its weights")
+    return model, tokenizer
+
+
+def _merged_copy(adapter: PeftModel) -> PreTrainedModel:
+    """A plain copy of the wrapped model with its adapter merged, without gradients."""
+    merged = {f"{name}.weight": lora.merged_weight(layer) for name, layer in lora.adapted(adapter)}
+    plain = copy.deepcopy(adapter).unload()
+    assert isinstance(plain, PreTrainedModel)
+    lora.copy_exactly({name: plain.get_parameter(name) for name in merged}, merged, "merge")
+    return plain.eval().requires_grad_(False)
