@@ -1,0 +1,113 @@
+"""AdamW over a policy's trained weights: float32 masters where needed, clipping, warm-up, and a flat state to save."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.rl.models import ModelError
+from paceline.rl.policy import Policy
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class Optimiser:
+    """AdamW (Loshchilov and Hutter 2019); weight decay leaves vectors (norms, biases) alone.
+
+    A weight in 16 bits cannot take a step of a thousandth of itself, so such weights have float32 masters: the step is
+    taken on those, and the policy gets them rounded.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        lr: float,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.policy = policy
+        self.updates = 0
+        self._lr, self._warmup_steps, self._max_grad_norm = lr, warmup_steps, max_grad_norm
+        self._masters = {
+            name: parameter.detach().float() if parameter.dtype in _NARROW else parameter
+            for name, parameter in policy.trainable()
+        }
+        decayed = [master for master in self._masters.values() if master.ndim >= 2]
+        others = [master for master in self._masters.values() if master.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+
+    def lr(self) -> float:
+        """The learning rate of the next step: a linear warm-up, then constant."""
+        return self._lr * min(1.0, (self.updates + 1) / max(self._warmup_steps, 1))
+
+    def step(self) -> float:
+        """Clip the gradient that the policy holds, take a step and clear it; returns its norm before clipping.
+
+        Where the norm is not finite no step is taken.
+        """
+        parameters = dict(self.policy.trainable())
+        for name, master in self._masters.items():
+            if master is not parameters[name]:
+                own = parameters[name].grad
+                master.grad = None if own is None else own.float()
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._max_grad_norm))
+        if math.isfinite(norm):
+            for group in self._adamw.param_groups:
+                group["lr"] = self.lr()
+            self._adamw.step()
+            self.updates += 1
+            self.policy.pristine = False
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                parameters[name].grad = master.grad = None
+                if master is not parameters[name]:
+                    parameters[name].copy_(master)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """A flat dict of CPU tensors: the count of steps, the moments, and the masters where there are any."""
+        tensors = {"updates": torch.tensor(self.updates)}
+        for name, parameter in self.policy.trainable():
+            master = self._masters[name]
+            if master is not parameter:
+                tensors[f"{name}.master"] = master.detach().cpu().clone()
+            for key, value in self._adamw.state.get(master, {}).items():
+                tensors[f"{name}.{key}"] = value.detach().cpu().clone()
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what ``state`` gave; where a tensor does not fit, ModelError names it and nothing changes."""
+        updates = int(_fitting(tensors, "updates", torch.Size()))
+        masters: dict[Tensor, Tensor] = {}
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        for name, parameter in self.policy.trainable():
+            master = self._masters[name]
+            if master is not parameter:
+                masters[master] = _fitting(tensors, f"{name}.master", master.shape)
+            if updates:
+                shapes = (master.shape, master.shape, torch.Size())
+                own = {
+                    key: _fitting(tensors, f"{name}.{key}", shape) for key, shape in zip(_MOMENTS, shapes, strict=True)
+                }
+                # AdamW counts its steps on the CPU.
+                moments[master] = {
+                    key: value.to("cpu" if key == "step" else master.device, copy=True) for key, value in own.items()
+                }
+        with torch.no_grad():
+            for master, value in masters.items():
+                master.copy_(value)
+        self._adamw.state.clear()
+        self._adamw.state.update(moments)
+        self.updates = updates
+
+
+def _fitting(tensors: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    if name not in tensors:
+        raise ModelError(f"checkpoint: tensor {name} is missing from the optimiser's state")
+    if tensors[name].shape != shape:
+        raise ModelError(f"checkpoint: {name} has shape {tuple(tensors[name].shape)}, wanted {tuple(shape)}")
+    return tensors[name]
