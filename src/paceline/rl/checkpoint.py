@@ -1,0 +1,188 @@
+"""Checkpoints that are whole or not there: safetensors, JSON and raw bytes, checked by hash, never a pickle.
+
+``DIR/step-000012/`` holds one ``NAME.safetensors`` a group of tensors, ``NAME.blob`` a blob, ``meta.json``, and
+``COMPLETE``: a JSON object from file name to its xxh3-64 hash, written last. The folder is built under another name
+and renamed, so a process killed at any moment leaves the previous checkpoint and, at worst, a folder nobody reads.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import xxhash
+from safetensors import SafetensorError
+from torch import Tensor
+
+_MARKER, _META, _TENSORS, _BLOB = "COMPLETE", "meta.json", ".safetensors", ".blob"
+_SCRATCH = ".writing-"
+# ``.old`` is a checkpoint of the same step that was about to be replaced when the process ended.
+_STEP = re.compile(r"step-(\d{6,})(\.old)?")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|blob|json)")
+_CHUNK_BYTES = 1 << 22
+
+Warn = Callable[[str, str], None]
+"""Receives an event's name (``checkpoint_not_saved``, ``checkpoint_skipped``) and one line that says what happened."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint could not be written, or was not good enough to be loaded."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What ``save`` was given. Tensors are on the CPU."""
+
+    step: int
+    path: Path
+    tensors: dict[str, dict[str, Tensor]]
+    meta: dict[str, Any]
+    blobs: dict[str, bytes]
+
+
+def _as_python_warning(event: str, message: str) -> None:
+    warnings.warn(f"{event}: {message}", CheckpointWarning, stacklevel=3)
+
+
+def save(
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    meta: Mapping[str, Any],
+    blobs: Mapping[str, bytes] | None = None,
+    warn: Warn = _as_python_warning,
+) -> Path | None:
+    """Write the checkpoint of ``step`` and return its folder; it is on the disk when this returns.
+
+    Where the disk refuses (full, read-only), the event ``checkpoint_not_saved`` is reported, None is returned and
+    earlier checkpoints stay. Raises ValueError for a group's or blob's name that is not letters, digits, ``-``, ``_``.
+    """
+    for name in (*tensors, *(blobs or {})):
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"checkpoint: the name {name!r} may hold letters, digits, - and _ only")
+    target = directory / f"step-{step:06d}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch:
+            fresh = Path(scratch) / "checkpoint"
+            fresh.mkdir()
+            hashes = {
+                f"{group}{_TENSORS}": _write(fresh / f"{group}{_TENSORS}", _serialise(group_tensors))
+                for group, group_tensors in tensors.items()
+            }
+            for name, blob in (blobs or {}).items():
+                hashes[f"{name}{_BLOB}"] = _write(fresh / f"{name}{_BLOB}", blob)
+            hashes[_META] = _write(fresh / _META, json.dumps({**meta, "step": step}, indent=2).encode())
+            _write(fresh / _MARKER, json.dumps(hashes, indent=2).encode())
+            _sync(fresh)
+            _put_in_place(fresh, target)
+    except OSError as error:
+        warn("checkpoint_not_saved", f"step {step} was not saved in {directory}: {error}; the run goes on without it")
+        return None
+    return target
+
+
+def load_latest(directory: Path, warn: Warn = _as_python_warning) -> Checkpoint | None:
+    """The newest checkpoint that is complete and whose every file has its hash; None where there is none.
+
+    Each one passed over is reported as ``checkpoint_skipped``. OSError where ``directory`` cannot be listed.
+    """
+    for path in _newest_first(directory):
+        try:
+            return _load(path)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            warn("checkpoint_skipped", f"{path}: {' '.join(str(error).split())}; the one before it is tried")
+    return None
+
+
+def prune(directory: Path, keep: int) -> list[Path]:
+    """Delete all but the newest ``keep`` complete checkpoints, and what killed processes left; returns what went.
+
+    Call it from the process that writes there. ValueError for ``keep`` below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least one checkpoint must stay")
+    complete = [path for path in _newest_first(directory) if (path / _MARKER).is_file()]
+    doomed = complete[keep:]
+    if complete:
+        doomed += [path for path in _newest_first(directory) if path not in complete]
+    doomed += sorted(path for path in directory.glob(f"{_SCRATCH}*") if path.is_dir())
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
+    return doomed
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    named = [(match, path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for match, path in sorted(named, key=lambda it: (-int(it[0][1]), it[0][2] or ""))]
+
+
+def _load(path: Path) -> Checkpoint:
+    if not (path / _MARKER).is_file():
+        raise ValueError(f"no {_MARKER}, so it was not written to the end")
+    hashes = json.loads((path / _MARKER).read_bytes())
+    if not isinstance(hashes, dict) or _META not in hashes:
+        raise ValueError(f"{_MARKER} lists no {_META}")
+    tensors, blobs = {}, {}
+    for name, expected in hashes.items():
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"{_MARKER} lists {name!r}, which is no file of a checkpoint")
+        if _hash(path / name) != expected:
+            raise ValueError(f"{name} is corrupt: its hash is not the one in {_MARKER}")
+        if name.endswith(_TENSORS):
+            tensors[name.removesuffix(_TENSORS)] = safetensors.torch.load_file(path / name)
+        elif name.endswith(_BLOB):
+            blobs[name.removesuffix(_BLOB)] = (path / name).read_bytes()
+    meta = json.loads((path / _META).read_bytes())
+    return Checkpoint(step=int(meta["step"]), path=path, tensors=tensors, meta=meta, blobs=blobs)
+
+
+def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
+    # Written by hand rather than by safetensors, so that a full disk is an OSError and the file can be synced.
+    return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _write(path: Path, content: bytes) -> str:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in ``directory`` durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put_in_place(fresh: Path, target: Path) -> None:
+    """Rename; an older checkpoint of the same step stays readable as ``.old`` until the new one is there."""
+    aside = target.with_name(f"{target.name}.old")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(target, aside)
+    os.replace(fresh, target)
+    _sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
