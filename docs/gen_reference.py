@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -26,14 +27,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def configuration() -> str:
-    """One table a section: key, type, default."""
-    return "\n".join(_section(Config, "", "Top level"))
+    """One table a section: key, meaning, type, default. ValueError where ``keys.yml`` and the code disagree."""
+    meanings = yaml.safe_load(Path(__file__).with_name("keys.yml").read_text(encoding="utf-8"))
+    tables = "\n".join(_section(Config, "", "Top level", meanings))
+    if meanings:
+        raise ValueError(f"docs/keys.yml: no key {next(iter(meanings))} in the configuration; remove it")
+    return tables
 
 
-def _section(kind: type[msgspec.Struct], prefix: str, title: str) -> Iterator[str]:
+def _section(kind: type[msgspec.Struct], prefix: str, title: str, meanings: dict[str, str]) -> Iterator[str]:
     below = []
     yield f"### {title}\n\n{_prose(kind)}\n"
-    yield "| key | type | default |\n|---|---|---|"
+    yield "| key | meaning | type | default |\n|---|---|---|---|"
     hints = typing.get_type_hints(kind)
     for field in msgspec.structs.fields(kind):
         dotted, hint = f"{prefix}{field.name}", hints[field.name]
@@ -41,13 +46,15 @@ def _section(kind: type[msgspec.Struct], prefix: str, title: str) -> Iterator[st
         if struct is not None:
             name += ".*" if typing.get_origin(hint) is dict else ""
             below.append((struct, f"{name}.", name))
-            kind_shown = f"[section](#{re.sub('[^a-z_]', '', name)})"
+            meaning, kind_shown = f"See [{name}](#{re.sub('[^a-z_]', '', name)}).", "section"
+        elif dotted in meanings:
+            meaning, kind_shown = meanings.pop(dotted), _words(hint)
         else:
-            kind_shown = _words(hint)
-        yield f"| `{dotted}` | {kind_shown} | {_default(field, struct)} |"
+            raise ValueError(f"docs/keys.yml: says nothing about {dotted}; add a line")
+        yield f"| `{dotted}` | {meaning} | {kind_shown} | {_default(field, struct)} |"
     yield ""
     for struct, start, name in below:
-        yield from _section(struct, start, name)
+        yield from _section(struct, start, name, meanings)
 
 
 def _prose(kind: type[msgspec.Struct]) -> str:

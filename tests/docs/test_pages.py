@@ -1,0 +1,62 @@
+"""The documentation says what the code does: generated references are complete, examples run."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline.config import TaskConfig, known_keys
+from paceline.report.metrics import METRICS
+from paceline.rl.tasks import make_task
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gen_reference", DOCS / "gen_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+def test_the_configuration_reference_has_every_key(reference: ModuleType) -> None:
+    text = reference.on_page_markdown("<!-- reference: configuration -->")
+    assert [key for key in known_keys() if f"| `{key}` |" not in text] == []
+
+
+def test_the_metrics_reference_has_every_metric(reference: ModuleType) -> None:
+    text = reference.on_page_markdown("<!-- reference: metrics -->")
+    assert [metric.name for metric in METRICS if f"| `{metric.name}` |" not in text] == []
+
+
+def test_an_unknown_reference_stops_the_build(reference: ModuleType) -> None:
+    with pytest.raises(KeyError):
+        reference.on_page_markdown("<!-- reference: nothing -->")
+
+
+def test_every_marker_of_a_page_stands_alone_on_its_line(reference: ModuleType) -> None:
+    for page in DOCS.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert len(reference.MARKER.findall(text)) == text.count("<!-- reference"), page.name
+
+
+def test_the_task_of_the_tasks_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = blocks("tasks.md", "python")
+    (tmp_path / "my_tasks.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = TaskConfig(kind="my_tasks:Doubling", train_prompts=3, eval_prompts=2, options={"start": 10})
+    task = make_task("doubling", config, seed=0)
+    assert [prompt.data for prompt in task.prompts("train")] == [20, 22, 24]
+    assert [prompt.data for prompt in task.prompts("eval")] == [26, 28]
+    prompt = task.prompts("train")[0]
+    assert task.reward(prompt, task.answer(prompt)) == 1.0
+    assert task.reward(prompt, "21") == 0.0
