@@ -133,7 +133,7 @@ def build(path: Path, rows: dict[str, list[tuple[Any, ...]]]) -> None:
         for table, values in rows.items():
             holes = ", ".join("?" * len(TABLES[table]))
             connection.executemany(f"INSERT INTO {table} VALUES ({holes})", values)
-        for table, key in {(table, key) for (table, _), key in FOREIGN_KEYS.items()}:
+        for (table, _), key in FOREIGN_KEYS.items():
             connection.execute(f"CREATE INDEX {table}_{key} ON {table} ({key})")
         connection.commit()
     finally:

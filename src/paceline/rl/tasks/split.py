@@ -13,14 +13,12 @@ def split_of(key: str) -> Split:
     return "eval" if derive_seed("split", key) % _EVAL_OF == 0 else "train"
 
 
-def choose(keys: Sequence[str], split: Split, count: int, seed: int, task: str) -> list[int]:
+def choose(keys: Sequence[str], split: Split, count: int, seed: int) -> list[int]:
     """The places in ``keys`` of ``count`` rows of ``split``, in an order drawn by ``seed``; asking for more extends it.
 
-    Raises ValueError, one line that names ``task``, where the split has fewer rows.
+    Raises ValueError where the split has fewer rows.
     """
     places = [place for place, key in enumerate(keys) if split_of(key) == split]
     if count > len(places):
-        raise ValueError(
-            f"task {task}: {count} {split}_prompts asked for, the data has {len(places)}; lower {split}_prompts"
-        )
+        raise ValueError(f"{count} {split}_prompts asked for, the data has {len(places)}; lower {split}_prompts")
     return sorted(places, key=lambda place: derive_seed("choose", seed, keys[place]))[:count]

@@ -36,8 +36,8 @@ class TextToSql:
         self._schema = schema
         keys = [question.key for question in self._questions]
         self._places: dict[Split, list[int]] = {
-            "train": choose(keys, "train", train_prompts, seed, "text_to_sql"),
-            "eval": choose(keys, "eval", eval_prompts, seed, "text_to_sql"),
+            "train": choose(keys, "train", train_prompts, seed),
+            "eval": choose(keys, "eval", eval_prompts, seed),
         }
 
     def prompts(self, split: Split) -> Sequence[Prompt]:

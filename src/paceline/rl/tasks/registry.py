@@ -1,0 +1,105 @@
+"""Finds a task by its name and builds it: built in, a user's own ``module:Class``, or one that a package registers."""
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.config import ConfigError, TaskConfig
+from paceline.rl.tasks.base import Task
+
+ENTRY_POINTS = "paceline.tasks"
+BUILT_IN: dict[str, str] = {
+    "function_call": "paceline.rl.tasks.function_call:FunctionCall",
+    "reasoning_gym": "paceline.rl.tasks.reasoning_gym:ReasoningGym",
+    "text_to_sql": "paceline.rl.tasks.text_to_sql:TextToSql",
+}
+
+_METHODS = ("prompts", "reward", "answer")
+_SET_BY_THE_RUN = ("seed", "train_prompts", "eval_prompts")
+
+
+def make_task(name: str, config: TaskConfig, seed: int) -> Task:
+    """Build the configured task ``name``. Its ``kind`` is a built-in name, ``module:Class`` or an entry point.
+
+    Modules are looked for in the working directory too. Raises ConfigError, one line that names the task, for whatever
+    fails: an unknown kind or option, a module that cannot be imported, a constructor that raises.
+    """
+    kind = config.kind or name
+    try:
+        build = _find(kind)
+        _check_options(build, config.options)
+        task = build(seed=seed, train_prompts=config.train_prompts, eval_prompts=config.eval_prompts, **config.options)
+        missing = [method for method in _METHODS if not callable(getattr(task, method, None))]
+        if missing:
+            raise ConfigError(f"{kind} has no method {', '.join(missing)}; a task has {', '.join(_METHODS)}")
+    except Exception as error:  # a user's own code runs here; the cause stays attached
+        said = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"task {name}: {' '.join(said.split())}") from error
+    return task
+
+
+def _find(kind: str) -> Any:
+    if kind in BUILT_IN:
+        return _load(BUILT_IN[kind])
+    if ":" in kind:
+        return _load(kind)
+    registered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    if kind in registered:
+        return _load(registered[kind])
+    raise ConfigError(
+        f"no task kind {kind!r}{_nearest(kind, {*BUILT_IN, *registered})}; a class of your own is module:Class"
+    )
+
+
+def _load(path: str) -> Any:
+    module_name, _, class_name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, class_name, None)):
+        known = [entry for entry in vars(module) if not entry.startswith("_")]
+        raise ConfigError(f"module {module_name} has no class {class_name!r}{_nearest(class_name, known)}")
+    return getattr(module, class_name)
+
+
+def _check_options(build: Any, options: dict[str, Any]) -> None:
+    """Refuse what the constructor does not know, miss or type otherwise, before it runs."""
+    parameters = inspect.signature(build, eval_str=True).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in _SET_BY_THE_RUN
+    ]
+    for option, value in options.items():
+        if option in _SET_BY_THE_RUN:
+            raise ConfigError(f"options.{option} is set by the run itself; remove it")
+        if option not in known and not takes_all:
+            raise ConfigError(f"unknown option {option!r}{_nearest(option, known)}")
+        if option in known and parameters[option].annotation in (bool, int, float, str):
+            try:
+                msgspec.convert(value, parameters[option].annotation)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"option {option}: {str(error).replace('`', '')}, got {value!r}") from None
+    for option in known:
+        if parameters[option].default is parameters[option].empty and option not in options:
+            raise ConfigError(f"the option {option!r} is missing; write it under options")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known: {', '.join(names)}" if names else "; it knows none"
