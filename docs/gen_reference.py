@@ -3,6 +3,7 @@
 A page asks for a table with an HTML comment: ``<!-- reference: configuration -->``.
 """
 
+import ast
 import inspect
 import re
 import types
@@ -17,7 +18,10 @@ import yaml
 from paceline.config import Config
 from paceline.report.metrics import METRICS
 
+HERE = Path(__file__).parent
+TESTS = HERE.parent / "tests"
 MARKER = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
+FAULT = re.compile(r"field ([A-K]\d+(?:, [A-K]\d+)*)")
 WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "any"}
 
 
@@ -28,7 +32,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def configuration() -> str:
     """One table a section: key, meaning, type, default. ValueError where ``keys.yml`` and the code disagree."""
-    meanings = yaml.safe_load(Path(__file__).with_name("keys.yml").read_text(encoding="utf-8"))
+    meanings = yaml.safe_load((HERE / "keys.yml").read_text(encoding="utf-8"))
     tables = "\n".join(_section(Config, "", "Top level", meanings))
     if meanings:
         raise ValueError(f"docs/keys.yml: no key {next(iter(meanings))} in the configuration; remove it")
@@ -97,4 +101,31 @@ def metrics() -> str:
     return "\n".join(["| name | unit | definition |", "|---|---|---|", *rows])
 
 
-REFERENCES = {"configuration": configuration, "metrics": metrics}
+def faults() -> str:
+    """Faults and the tests that name them. ValueError where ``faults.yml`` and the tests disagree."""
+    known = yaml.safe_load((HERE / "faults.yml").read_text(encoding="utf-8"))
+    tested = fault_tests()
+    if unmatched := known.keys() ^ tested.keys():
+        raise ValueError(f"docs/faults.yml and the tests disagree about {', '.join(sorted(unmatched))}")
+    rows = [
+        f"| {fault} | {seen} | {what} | {'<br>'.join(f'`{test}`' for test in tested[fault])} |"
+        for fault, (seen, what) in known.items()
+    ]
+    return "\n".join(["| id | seen in | what went wrong | tests |", "|---|---|---|---|", *rows])
+
+
+def fault_tests() -> dict[str, list[str]]:
+    """Fault id -> the test functions whose source, or the line above it, names it."""
+    tested: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        for number, line in enumerate(source.splitlines(), 1):
+            for fault in ", ".join(FAULT.findall(line)).split(", ") if FAULT.search(line) else ():
+                name = next(function.name for function in functions if number <= (function.end_lineno or 0))
+                if name not in tested.setdefault(fault, []):
+                    tested[fault].append(name)
+    return tested
+
+
+REFERENCES = {"configuration": configuration, "metrics": metrics, "faults": faults}

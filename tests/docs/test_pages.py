@@ -38,6 +38,14 @@ def test_the_metrics_reference_has_every_metric(reference: ModuleType) -> None:
     assert [metric.name for metric in METRICS if f"| `{metric.name}` |" not in text] == []
 
 
+def test_the_faults_page_has_every_row_that_a_test_names(reference: ModuleType) -> None:
+    text = reference.on_page_markdown("<!-- reference: faults -->")
+    named = reference.fault_tests()
+    assert [fault for fault in named if f"| {fault} |" not in text] == []
+    assert "test_an_eos_inside_a_draft_ends_the_response" in named["C4"]
+    assert "test_a_tensor_missing_from_the_model_is_named" in named["G6"], "a comment above the function"
+
+
 def test_an_unknown_reference_stops_the_build(reference: ModuleType) -> None:
     with pytest.raises(KeyError):
         reference.on_page_markdown("<!-- reference: nothing -->")
