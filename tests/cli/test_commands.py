@@ -249,6 +249,16 @@ def test_diff_lists_differences_and_its_exit_code_is_the_verdict(tmp_path):
     assert invoke("diff", tmp_path / "A", tmp_path / "absent").exit_code == 2
 
 
+def test_diff_names_missing_rollouts_without_flooding_the_screen(tmp_path):
+    rows = make_rows(make_records(1, 4))
+    write_run(tmp_path / "A", [], rows)
+    write_run(tmp_path / "B", [], [rows[0], rows[-1]])
+    done = invoke("diff", tmp_path / "A", tmp_path / "B")
+    assert done.exit_code == 1
+    assert done.stdout.count(" lacks step") == 11  # ten of them, and the first one in the verdict
+    assert "and 20 more" in done.stdout
+
+
 # report
 
 

@@ -7,6 +7,8 @@ import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
 
+_MOST_MISSING = 10
+
 
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or its rollouts.jsonl.", show_default=False)],
@@ -28,7 +30,10 @@ def diff(
         console = Console()
         if result.differences:
             console.print(diff_table(result))
-        for line in (*result.missing, *result.notes, result.message):
+        missing = result.missing[:_MOST_MISSING]
+        if len(result.missing) > len(missing):
+            missing.append(f"and {len(result.missing) - len(missing)} more")
+        for line in (*missing, *result.notes, result.message):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         write_json(json_path, result)
         raise typer.Exit(result.exit_code)
