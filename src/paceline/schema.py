@@ -85,7 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
-    """One prompt to answer. ``group`` names requests that share a prompt (siblings); ``prompt_key`` the prompt itself."""
+    """One prompt to answer. Requests of one ``group`` are siblings: they share a prompt, which ``prompt_key`` names."""
 
     request_id: str
     prompt: Tokens
@@ -96,7 +96,9 @@ class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
         if self.prompt.size == 0:
-            raise ValueError(f"request {self.request_id}: the prompt is empty; give at least one token (for instance BOS)")
+            raise ValueError(
+                f"request {self.request_id}: the prompt is empty; give at least one token (for instance BOS)"
+            )
         if not self.prompt_key:
             self.prompt_key = xxhash.xxh3_64_hexdigest(self.prompt.tobytes())
 

@@ -284,21 +284,46 @@ def test_report_of_no_run_is_exit_code_2(tmp_path):
 # warmup and assets
 
 
-def test_warmup_hands_its_options_over(config_file, tmp_path, monkeypatch):
-    seen = {}
+@pytest.fixture
+def teacher(monkeypatch):
+    """A warm-up that notes how it was called."""
+    calls = types.SimpleNamespace(seen=None)
+
+    def warmup(config, steps, batch, lr, progress):
+        calls.seen = {"out": config.out, "seed": config.seed, "steps": steps, "batch": batch, "lr": lr}
+        progress(1, steps, 2.5)
+        result = {
+            "out": config.out,
+            "kind": "adapter",
+            "examples": 24,
+            "loss_first": 2.5,
+            "loss_last": 0.5,
+            "seconds": 3.2,
+        }
+        return msgspec.defstruct("Result", [(name, object) for name in result])(**result)
+
     module = types.ModuleType("paceline.rl.warmup")
-
-    def warmup(config, steps, batch, lr):
-        seen.update(out=config.out, seed=config.seed, steps=steps, batch=batch, lr=lr)
-        return {"loss": 0.5}
-
     module.warmup = warmup
     monkeypatch.setitem(sys.modules, "paceline.rl.warmup", module)
+    return calls
+
+
+def test_warmup_hands_its_options_over_and_shows_its_progress(config_file, tmp_path, teacher):
     done = invoke("warmup", config_file, "seed=9", "--steps", "3", "--out", "W", "--json", tmp_path / "w.json")
     assert done.exit_code == 0, done.output
-    assert seen == {"out": "W", "seed": 9, "steps": 3, "batch": 8, "lr": 5e-4}
-    assert json.loads((tmp_path / "w.json").read_text()) == {"loss": 0.5}
-    assert invoke("warmup", config_file, "--steps", "0").exit_code == 2
+    assert teacher.seen == {"out": "W", "seed": 9, "steps": 3, "batch": 8, "lr": 5e-4}
+    assert done.stdout == (
+        "[1/3]  loss 2.5000\nadapter in W: loss 2.500 -> 0.500 nats per token over 24 answers, 3 s\n"
+    )
+    assert json.loads((tmp_path / "w.json").read_text())["loss_last"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "0"], ["--batch", "0"], ["--lr", "0"], ["--lr", "nan"], ["--lr", "1"]]
+)
+def test_warmup_refuses_impossible_options(arguments, config_file, teacher):
+    assert invoke("warmup", config_file, *arguments).exit_code == 2
+    assert teacher.seen is None
 
 
 def test_assets_fetches_every_package_and_the_model(tmp_path, monkeypatch):

@@ -14,16 +14,27 @@ def warmup(
     out: Out = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Updates.")] = 16,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Answers per update.")] = 8,
-    lr: Annotated[float, typer.Option(metavar="RATE", min=0.0, help="Learning rate.")] = 5e-4,
+    lr: Annotated[float, typer.Option(metavar="RATE", help="Learning rate.")] = 5e-4,
     json_path: JsonPath = None,
 ) -> None:
     """Teach the policy the form of an answer.
 
     Trains on the tasks' reference answers and saves the result, for policy.adapter (LoRA) or policy.path."""
     with one_line_errors():
-        from paceline.config import load_config
+        from paceline.config import ConfigError, load_config
+
+        if not 0 < lr < 1:
+            raise ConfigError(f"--lr {lr}: must be between 0 and 1, both excluded")
+        effective = load_config(config, with_out(overrides, out))
         from paceline.rl.warmup import warmup as run
 
-        effective = load_config(config, with_out(overrides, out))
-        result = run(effective, steps=steps, batch=batch, lr=lr)
+        result = run(effective, steps=steps, batch=batch, lr=lr, progress=_progress)
+        print(
+            f"{result.kind} in {result.out}: loss {result.loss_first:.3f} -> {result.loss_last:.3f} nats per token "
+            f"over {result.examples} answers, {result.seconds:.0f} s"
+        )
         write_json(json_path, result)
+
+
+def _progress(step: int, steps: int, loss: float) -> None:
+    print(f"[{step}/{steps}]  loss {loss:.4f}", flush=True)
