@@ -6,7 +6,7 @@ the file it came from and, for an unknown key, the nearest known one.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,3 +221,40 @@ def dump_config(config: Config) -> str:
 def known_keys() -> list[str]:
     """Every dotted key of the configuration; a task's name is written ``*``."""
     return typed_yaml.known_keys(Config)
+
+
+#: Settings that must not change a token; all others must be equal for two runs to be comparable.
+FREE_SETTINGS: tuple[str, ...] = (
+    "out",
+    "threads",
+    "policy.device",
+    "engine.slots",
+    "engine.max_batched_tokens",
+    "engine.kv_tokens",
+    "engine.share_prompts",
+    "drafter",
+    "check",
+    "checkpoint",
+    "rl.steps",
+    "rl.epochs",
+    "rl.eval_every",
+)
+
+
+def unlike_settings(a: Config, b: Config) -> list[str]:
+    """The settings that decide tokens and differ, as ``key (A: x, B: y)``."""
+    settings_a, settings_b = (dict(_flat(msgspec.to_builtins(config), "")) for config in (a, b))
+    return [
+        f"{key} (A: {settings_a.get(key)!r}, B: {settings_b.get(key)!r})"
+        for key in sorted(settings_a.keys() | settings_b.keys())
+        if settings_a.get(key) != settings_b.get(key)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE_SETTINGS)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

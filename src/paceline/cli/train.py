@@ -13,6 +13,7 @@ def train(
     overrides: Overrides = None,
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that the folder holds.")] = False,
     json_path: JsonPath = None,
 ) -> None:
     """Train by GRPO on speculative rollouts.
@@ -33,7 +34,7 @@ def train(
         from paceline.rl.loop import train as run
 
         with LiveView(console=console) as view:
-            records = run(effective, resume=resume, on_event=view.on_event)
+            records = run(effective, resume=resume, overwrite=overwrite, on_event=view.on_event)
         console.print(summary_table(records))
         report = Path(effective.out) / "report.html"
         if report.is_file():

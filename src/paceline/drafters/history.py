@@ -11,6 +11,7 @@ from paceline.schema import SOURCES, Draft, Outcome, Rollout, RolloutRequest, as
 
 #: Sequences begin with the last tokens of their prompt, so that a response is found from its first token on.
 _ANCHOR = 8
+_PROMPT_NAME = "prompt"
 _PROMPT, _SIBLING, _HISTORY = (SOURCES.index(name) for name in ("prompt", "sibling", "history"))
 
 
@@ -48,9 +49,7 @@ class HistoryDrafter:
         """Requests become known; their prompts are indexed once."""
         for request in requests:
             prompt = request.prompt.tolist()
-            index = self._index(request.prompt_key)
-            if "prompt" not in index:
-                index.append("prompt", prompt)
+            index = self._index(request.prompt_key, prompt)
             self._live[request.request_id] = _Live(request, list(prompt), len(prompt))
             if self.siblings:
                 index.append(_live_name(request.request_id), prompt[-_ANCHOR:])
@@ -68,13 +67,13 @@ class HistoryDrafter:
             live.context += tokens
             live.length += len(tokens)
             if self.siblings:
-                self._index(live.request.prompt_key).append(_live_name(outcome.request_id), tokens)
+                self._indexes[live.request.prompt_key].append(_live_name(outcome.request_id), tokens)
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
         """Complete responses become history; aborted ones are forgotten."""
         for rollout in rollouts:
             live = self._live.pop(rollout.request_id)
-            index = self._index(live.request.prompt_key)
+            index = self._indexes[live.request.prompt_key]
             name = _live_name(rollout.request_id)
             if name in index:
                 index.evict(name)
@@ -86,17 +85,16 @@ class HistoryDrafter:
         self._version = version
 
     def snapshot(self) -> HistorySnapshot:
-        """The finished sequences of every prompt, oldest first; what is in flight is not part of it."""
+        """The prompts and their finished sequences, oldest first; what is in flight is not part of it."""
         return {
-            key: [list(index.tokens(name)) for name in index.finished()]
+            key: [list(index.tokens(name)) for name in (_PROMPT_NAME, *index.finished())]
             for key, index in self._indexes.items()
-            if index.finished()
         }
 
     def restore(self, snapshot: HistorySnapshot) -> None:
-        """Take over the sequences of a snapshot, behind those already held."""
-        for key, sequences in snapshot.items():
-            index = self._index(key)
+        """Take over a snapshot, behind what is already held."""
+        for key, (prompt, *sequences) in snapshot.items():
+            index = self._index(key, prompt)
             for sequence in sequences:
                 self._remember(index, sequence)
 
@@ -106,13 +104,15 @@ class HistoryDrafter:
         index.append(name, tokens)
         index.finish(name)
 
-    def _index(self, key: str) -> PromptIndex:
+    def _index(self, key: str, prompt: list[int]) -> PromptIndex:
+        """The memory of a prompt; the prompt itself is its oldest sequence."""
         if key not in self._indexes:
-            self._indexes[key] = PromptIndex(self.window, self.max_match)
+            index = self._indexes[key] = PromptIndex(self.window, self.max_match)
+            index.append(_PROMPT_NAME, prompt)
         return self._indexes[key]
 
     def _propose(self, live: _Live, budget: int) -> Draft | None:
-        index = self._index(live.request.prompt_key)
+        index = self._indexes[live.request.prompt_key]
         tokens, sequences = continuation(index, live.context[-self.max_match :], budget, self.min_match, self.factor)
         if not tokens:
             return None
@@ -153,4 +153,4 @@ def _live_name(request_id: str) -> str:
 
 def _source(sequence: str) -> int:
     kind = sequence.partition("/")[0]
-    return {"prompt": _PROMPT, "live": _SIBLING}.get(kind, _HISTORY)
+    return {_PROMPT_NAME: _PROMPT, "live": _SIBLING}.get(kind, _HISTORY)

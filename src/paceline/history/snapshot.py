@@ -6,7 +6,7 @@ import xxhash
 from paceline.schema import PacelineError
 
 HistorySnapshot = dict[str, list[list[int]]]
-"""Prompt key -> sequences, oldest first."""
+"""Prompt key -> the prompt itself, then the sequences that answered it, oldest first."""
 
 _MAGIC = b"PLHIST01"
 

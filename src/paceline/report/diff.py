@@ -6,34 +6,17 @@ policies trained on different tokens, so later steps are reported, not compared.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from rich.table import Table
 
-from paceline.config import load_config
+from paceline.config import load_config, unlike_settings
 from paceline.report.trace import NEAR_TIE, TraceError, TraceRow, read_trace
 
 Key = tuple[int, str, int, int]
-
-#: Settings that must not change a token; all others must be equal for two runs to be comparable.
-FREE_SETTINGS: tuple[str, ...] = (
-    "out",
-    "threads",
-    "policy.device",
-    "engine.slots",
-    "engine.max_batched_tokens",
-    "engine.kv_tokens",
-    "engine.share_prompts",
-    "drafter",
-    "check",
-    "checkpoint",
-    "rl.steps",
-    "rl.epochs",
-    "rl.eval_every",
-)
 
 
 class Difference(msgspec.Struct, kw_only=True):
@@ -233,18 +216,4 @@ def _unlike_settings(a: Path, b: Path, notes: list[str]) -> list[str]:
     if absent:
         notes.append(f"settings were not compared: there is no {absent[0]}")
         return []
-    settings_a, settings_b = (dict(_flat(msgspec.to_builtins(load_config(file)), "")) for file in files)
-    return [
-        f"{key} (A: {settings_a.get(key)!r}, B: {settings_b.get(key)!r})"
-        for key in sorted(settings_a.keys() | settings_b.keys())
-        if settings_a.get(key) != settings_b.get(key)
-        and not any(key == free or key.startswith(f"{free}.") for free in FREE_SETTINGS)
-    ]
-
-
-def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return unlike_settings(load_config(files[0]), load_config(files[1]))

@@ -186,3 +186,9 @@ def _put_in_place(fresh: Path, target: Path) -> None:
     os.replace(fresh, target)
     _sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def clear(directory: Path) -> None:
+    """Delete every checkpoint in ``directory``, for a run that starts anew in its folder."""
+    for path in (*_newest_first(directory), *directory.glob(f"{_SCRATCH}*")):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,8 @@
 """The reference engine: continuous batching over KV slots, speculative or plain, one policy forward a step."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.budget.steptime import StepTimeTable
 from paceline.config import EngineConfig
 from paceline.drafters.base import Drafter
 from paceline.engines.hf.attention import PassRow
+from paceline.engines.hf.intake import Limits, default_eos_ids, expand
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.engines.hf.runner import Runner
@@ -24,18 +26,12 @@ from paceline.schema import (
     EngineStats,
     FinishReason,
     Outcome,
-    PacelineError,
     Rollout,
     RolloutRequest,
     as_tokens,
-    derive_seed,
 )
 
 _NO_TOKENS = as_tokens([])
-
-
-class RequestError(PacelineError):
-    """A request that cannot be honoured; nothing of its call was queued."""
 
 
 @dataclass
@@ -99,7 +95,8 @@ class HFEngine:
         self._runner = Runner(model)
         own_limit = self._runner.context
         self.context = min(self.config.context or own_limit, own_limit)
-        self._eos_ids = tuple(_eos_ids(model) if eos_ids is None else eos_ids)
+        self._limits = Limits(self.context, self._runner.vocabulary, self.config.kv_tokens, decode is not None)
+        self._eos_ids = tuple(default_eos_ids(model) if eos_ids is None else eos_ids)
         self._refit_names = None if refit_names is None else frozenset(refit_names)
         self._stats = EngineStats(events={})
         self._queue = Queue(self.config, self._runner.kv, self._stats)
@@ -122,11 +119,8 @@ class HFEngine:
         the vocabulary, stop strings without ``decode``, and a request that could never fit in ``kv_tokens``.
         """
         self._check_open()
-        samples = [sample for request in requests for sample in _samples(request)]
-        live = {row.request_id for row in self._queue.rows()}
-        for request, _ in samples:
-            self._check(request, live)
-            live.add(request.request_id)
+        samples = [sample for request in requests for sample in expand(request)]
+        self._limits.check([request for request, _ in samples], {row.request_id for row in self._queue.rows()})
         for request, index in samples:
             params = request.params
             stop_ids = params.stop_token_ids + (() if params.ignore_eos else self._eos_ids)
@@ -165,7 +159,18 @@ class HFEngine:
                 rollouts[rollout.request_id] = rollout
                 if on_finish is not None:
                     on_finish(rollout)
-        return [rollouts[sample.request_id] for request in requests for sample, _ in _samples(request)]
+        return [rollouts[sample.request_id] for request in requests for sample, _ in expand(request)]
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within it the engine drafts nothing, and the drafter hears of nothing. Only while no request is in flight."""
+        if self.busy:
+            raise RuntimeError("the drafter cannot be taken away while requests are in flight")
+        drafter, self.drafter = self.drafter, None
+        try:
+            yield
+        finally:
+            self.drafter = drafter
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next ``step`` returns what it has, finish reason ``abort``. KeyError if unknown."""
@@ -350,53 +355,6 @@ class HFEngine:
             text = self.decode([int(token) for token in row.response])
         self._done.append(row.rollout(reason, text))
 
-    # Refusals
-
-    def _check(self, request: RolloutRequest, live: set[str]) -> None:
-        name, length = f"request {request.request_id}", len(request.prompt)
-        if request.request_id in live:
-            raise RequestError(f"{name} is in flight already; ids must be unique")
-        if length >= self.context:
-            raise RequestError(f"{name}: the prompt has {length} tokens, the context {self.context}; no room to answer")
-        outside = request.prompt[(request.prompt < 0) | (request.prompt >= self._runner.vocabulary)]
-        if len(outside):
-            raise RequestError(
-                f"{name}: prompt token {outside[0]} is outside the vocabulary of {self._runner.vocabulary}"
-            )
-        if request.params.stop and self.decode is None:
-            raise RequestError(f"{name} has stop strings; give the engine `decode`, or use stop_token_ids")
-        cap = self.config.kv_tokens
-        if cap and min(length + request.params.max_tokens, self.context) > cap:
-            raise RequestError(
-                f"{name} may need {length + request.params.max_tokens} positions, engine.kv_tokens is {cap}; "
-                "raise it or lower max_tokens"
-            )
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-
-
-def _samples(request: RolloutRequest) -> list[tuple[RolloutRequest, int]]:
-    """The request's samples with their indices: itself, or ``n`` children with ids and seeds of their own."""
-    params = request.params
-    if params.n == 1:
-        return [(request, 0)]
-    children = []
-    for index in range(params.n):
-        own = msgspec.structs.replace(params, n=1, seed=derive_seed("sample", request.seed, index))
-        child = msgspec.structs.replace(
-            request,
-            request_id=f"{request.request_id}/{index}",
-            params=own,
-            group=request.group or request.request_id,
-        )
-        children.append((child, index))
-    return children
-
-
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

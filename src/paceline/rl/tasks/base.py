@@ -17,7 +17,7 @@ class Prompt(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Task(Protocol):
-    """What is learned. A user's own task is any class with these methods, named in the configuration as ``module:Class``.
+    """What is learned. A user's own task is any class with these methods, configured as ``kind: module:Class``.
 
     The constructor takes keyword options: ``seed``, ``train_prompts``, ``eval_prompts`` and whatever the
     configuration puts under ``options``.

@@ -1,0 +1,71 @@
+"""What becomes of a request before it is queued: its samples, and the refusal of what cannot be honoured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from transformers import PreTrainedModel
+
+from paceline.schema import PacelineError, RolloutRequest, derive_seed
+
+
+class RequestError(PacelineError):
+    """A request that cannot be honoured; nothing of its call was queued."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can honour. ``kv_tokens`` 0 is no cap."""
+
+    context: int
+    vocabulary: int
+    kv_tokens: int
+    has_decode: bool
+
+    def check(self, requests: Sequence[RolloutRequest], in_flight: set[str]) -> None:
+        """Raise RequestError, naming the request, for the first that cannot be honoured."""
+        taken = set(in_flight)
+        for request in requests:
+            if request.request_id in taken:
+                raise RequestError(f"request {request.request_id} is in flight already; ids must be unique")
+            taken.add(request.request_id)
+            self._check(request)
+
+    def _check(self, request: RolloutRequest) -> None:
+        name, length = f"request {request.request_id}", len(request.prompt)
+        if length >= self.context:
+            raise RequestError(f"{name}: the prompt has {length} tokens, the context {self.context}; no room to answer")
+        outside = request.prompt[(request.prompt < 0) | (request.prompt >= self.vocabulary)]
+        if len(outside):
+            raise RequestError(
+                f"{name}: prompt token {outside[0]} is outside the vocabulary of {self.vocabulary}; "
+                "was it made by another tokenizer?"
+            )
+        if request.params.stop and not self.has_decode:
+            raise RequestError(f"{name} has stop strings; give the engine `decode`, or use stop_token_ids")
+        needs = min(length + request.params.max_tokens, self.context)
+        if self.kv_tokens and needs > self.kv_tokens:
+            raise RequestError(
+                f"{name} may need {needs} positions, engine.kv_tokens is {self.kv_tokens}; raise it or lower max_tokens"
+            )
+
+
+def expand(request: RolloutRequest) -> list[tuple[RolloutRequest, int]]:
+    """The request's samples with their indices: itself, or ``n`` children with ids and seeds of their own."""
+    params = request.params
+    if params.n == 1:
+        return [(request, 0)]
+    children = []
+    for index in range(params.n):
+        own = msgspec.structs.replace(params, n=1, seed=derive_seed("sample", request.seed, index))
+        name, group = f"{request.request_id}/{index}", request.group or request.request_id
+        children.append((msgspec.structs.replace(request, request_id=name, params=own, group=group), index))
+    return children
+
+
+def default_eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids that end a response by the model's generation configuration."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

@@ -1,0 +1,338 @@
+"""The synchronous training loop: prompts, speculative rollouts, rewards, GRPO, refit, checkpoint, step by step."""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from paceline.budget.steptime import plain_generation_seconds
+from paceline.config import Config
+from paceline.drafters import HistoryDrafter, make_drafter
+from paceline.engines.hf import HFEngine
+from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot
+from paceline.report.html import write_report
+from paceline.report.live import Event, Plan
+from paceline.report.metrics import rollout_metrics, speedup
+from paceline.report.trace import (
+    MetricsWriter,
+    PromptRow,
+    TraceRow,
+    TraceWriter,
+    read_metrics,
+    trace_row,
+    truncate_from,
+    write_prompts,
+)
+from paceline.rl import checkpoint, folder
+from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
+from paceline.rl.grpo import overlong_penalty
+from paceline.rl.identity import Identity, check_identity
+from paceline.rl.learner import Batch, Learner
+from paceline.rl.policy import Policy
+from paceline.rl.rewards import Judge
+from paceline.rl.tasks.registry import make_task
+from paceline.rl.timing import Clock, stop_after_step
+from paceline.schema import PacelineError, Rollout, StepRecord
+
+OnEvent = Callable[[Event], None]
+
+
+def train(
+    config: Config, resume: bool = False, overwrite: bool = False, on_event: OnEvent | None = None
+) -> list[StepRecord]:
+    """Run the whole training and return one record a step, those made before a resume included.
+
+    Everything is written into ``config.out``: the effective configuration, ``metrics.jsonl``, ``rollouts.jsonl``,
+    ``prompts.jsonl``, ``checkpoints/``, the trained policy under ``policy/`` and ``report.html``. With ``resume`` the
+    run goes on from the newest whole checkpoint with the tokens that the unbroken run would have produced; with
+    ``overwrite`` a run in the folder is replaced. Ctrl-C ends the run after the step, with a checkpoint, by
+    KeyboardInterrupt. Raises PacelineError, one line, for what cannot be honoured.
+    """
+    tell = on_event or _nobody_listens
+    out = Path(config.out).expanduser()
+    folder.claim(out, config, resume, overwrite)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    run = Run(config, out, tell)
+    try:
+        if resume:
+            run.resume()
+        with stop_after_step() as stopping:
+            run.steps(stopping)
+    finally:
+        run.close()
+    return run.records
+
+
+class Run:
+    """A training run in a folder: its tasks, policy, engine, learner and files."""
+
+    def __init__(self, config: Config, out: Path, tell: OnEvent) -> None:
+        self.config = config
+        self.out = out
+        self.tell = tell
+        self.records: list[StepRecord] = []
+        self._next_step = 0
+        tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
+        # The judges fork their workers here, while this process is still small.
+        self._judges = {name: Judge(task, name=name, seconds=config.rl.reward_seconds) for name, task in tasks.items()}
+        self.policy = Policy.load(config.policy, config.seed)
+        self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt)
+        self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt), config.rl, config.seed)
+        self.learner = Learner(self.policy, config.rl, config.sampling.temperature)
+        self.drafter = make_drafter(config.drafter)
+        self.engine = HFEngine(
+            self.policy.engine_model(),
+            drafter=self.drafter,
+            budget=config.drafter.budget,
+            config=config.engine,
+            seed=config.seed,
+            eos_ids=self.policy.eos_ids,
+            decode=lambda tokens: self.policy.decode(np.asarray(tokens)),
+            refit_names=self.policy.refit_names(),
+        )
+        self._events: Counter[str] = Counter()
+        self._engine_events: dict[str, int] = {}
+
+    def close(self) -> None:
+        """End the judges' workers and release the engine."""
+        for judge in self._judges.values():
+            judge.close()
+        self.engine.close()
+
+    # Steps
+
+    def steps(self, stopping: threading.Event) -> None:
+        """Run the steps that are left; after each, the files are complete up to it."""
+        total = self.curriculum.steps
+        self.tell(Plan(steps=total, done=self._next_step))
+        if self._next_step == 0:
+            write_prompts(self.out / folder.PROMPTS, [self._prompt_row(item) for item in self.curriculum.items])
+            if self._eval_items and self.config.rl.eval_every:
+                reward, _ = self.evaluate("eval/start")
+                self.tell(f"held-out reward before training: {reward:.3f} ({len(self._eval_items)} prompts, greedy)")
+        if self._next_step < total:
+            with MetricsWriter(self.out / folder.METRICS) as metrics, TraceWriter(self.out / folder.ROLLOUTS) as trace:
+                for step in range(self._next_step, total):
+                    record, rows = self._step(step)
+                    trace.write(rows)
+                    metrics.write([record])
+                    self.records.append(record)
+                    self._next_step = step + 1
+                    every = self.config.checkpoint.every
+                    if step + 1 == total or stopping.is_set() or (every and (step + 1) % every == 0):
+                        self.save()
+                    self.tell(record)
+                    if stopping.is_set() and step + 1 < total:
+                        self._report()
+                        raise KeyboardInterrupt
+        self._save_policy()
+        self._report()
+
+    def _step(self, step: int) -> tuple[StepRecord, list[TraceRow]]:
+        config, clock = self.config, Clock()
+        self._events.clear()
+        items = self.curriculum.step_items(step)
+        group_size = config.rl.group_size
+        requests = rollout_requests(items, group_size, config.sampling, config.seed, str(step))
+        before = self.engine.stats()
+        rollouts = self.engine.generate(requests)
+        forwards = self.engine.stats().forwards - before.forwards
+        clock.lap("generation")
+
+        of_rollout = [item for item in items for _ in range(group_size)]
+        judged, errors = self._judge(of_rollout, rollouts)
+        lengths = [len(rollout.tokens) for rollout in rollouts]
+        shaping = overlong_penalty(
+            lengths, config.sampling.max_tokens, config.rl.overlong_buffer, config.rl.overlong_penalty
+        )
+        rewards = judged + shaping
+        clock.lap("reward")
+
+        identity = None
+        if config.check.every and step % config.check.every == 0:
+            identity = check_identity(self.engine, requests, rollouts)
+            self._tell_identity(step, identity)
+        clock.lap("check")
+
+        version = self.engine.version
+        learned = self.learner.update(
+            Batch(
+                prompts=[item.tokens for item in of_rollout],
+                responses=[rollout.tokens for rollout in rollouts],
+                rewards=rewards,
+                group_ids=[item.name for item in of_rollout],
+                engine_logprobs=None if config.sampling.temperature == 0 else [r.logprobs for r in rollouts],
+            )
+        )
+        for skipped in ("skipped_no_advantage", "skipped_not_finite"):
+            self._events[f"update_{skipped}"] += int(learned[skipped])
+        clock.lap("train")
+
+        self.engine.load_weights(step + 1, self.policy.refit_tensors())
+        clock.lap("refit")
+
+        eval_reward = math.nan
+        every, last = config.rl.eval_every, step + 1 == self.curriculum.steps
+        if every and self._eval_items and (last or (step + 1) % every == 0):
+            eval_reward, _ = self.evaluate(f"eval/{step}")
+        clock.lap("eval")
+
+        plain_seconds = plain_generation_seconds(lengths, config.engine.slots, self.engine.table)
+        generation = clock.seconds["generation"]
+        checked_seconds = identity.plain_seconds if identity else math.nan
+        rows = [
+            trace_row(
+                rollout,
+                epoch=self.curriculum.epoch(step),
+                step=step,
+                prompt_id=item.prompt.prompt_id,
+                sample_idx=index % group_size,
+                reward=float(reward),
+                task=item.task,
+            )
+            for index, (rollout, item, reward) in enumerate(zip(rollouts, of_rollout, rewards, strict=True))
+        ]
+        record = StepRecord(
+            step=step,
+            epoch=self.curriculum.epoch(step),
+            reward=float(rewards.mean()),
+            reward_std=float(rewards.std()),
+            policy_forwards=forwards,
+            loss=learned["loss"],
+            grad_norm=learned["grad_norm"],
+            lr=learned["lr"],
+            kl=learned["kl"],
+            entropy=learned["entropy"],
+            clip_fraction=learned["clip_fraction"],
+            mismatch_kl=learned["mismatch_kl"],
+            reward_errors=errors,
+            weight_version=version,
+            seconds=clock.seconds,
+            plain_seconds_projected=plain_seconds,
+            speedup_projected=speedup(plain_seconds, generation),
+            plain_seconds_measured=checked_seconds,
+            speedup_measured=speedup(checked_seconds, generation),
+            identity=identity.verdict if identity else "not checked",
+            eval_reward=eval_reward,
+            task_rewards={
+                name: float(np.mean([r for r, item in zip(rewards, of_rollout, strict=True) if item.task == name]))
+                for name in sorted({item.task for item in items})
+            },
+            events=self._take_events(),
+            **rollout_metrics(rollouts),
+        )
+        clock.lap("other")
+        return record, rows
+
+    def evaluate(self, visit: str) -> tuple[float, list[Rollout]]:
+        """Mean reward of the policy on the held-out prompts, greedy, and its answers."""
+        params = replace(self.config.sampling, temperature=0.0)
+        rollouts = self.engine.generate(rollout_requests(self._eval_items, 1, params, self.config.seed, visit))
+        rewards, _ = self._judge(self._eval_items, rollouts)
+        return float(rewards.mean()), rollouts
+
+    def _judge(self, items: Sequence[Item], rollouts: Sequence[Rollout]) -> tuple[np.ndarray, int]:
+        """Rewards of the rollouts, and how many were lost to an error; each kind of error is told once a step."""
+        rewards = np.zeros(len(rollouts))
+        errors: list[str] = []
+        for name, judge in self._judges.items():
+            own = [index for index, item in enumerate(items) if item.task == name]
+            for index, scored in zip(
+                own, judge.score_all([(items[i].prompt, rollouts[i].text or "") for i in own]), strict=True
+            ):
+                rewards[index] = scored.reward
+                if scored.error is not None:
+                    errors.append(scored.error)
+        for error, count in Counter(errors).items():
+            self._events["reward_error"] += count
+            self.tell(f"reward_error: {error} ({count} of {len(rollouts)} rollouts have reward 0)")
+        return rewards, len(errors)
+
+    def _tell_identity(self, step: int, identity: Identity) -> None:
+        if identity.verdict == "violation":
+            self._events["identity_violation"] += 1
+        for difference in identity.differences:
+            self.tell(f"identity check, step {step}: {difference}")
+
+    def _take_events(self) -> dict[str, int]:
+        """The named events since the last step: our own and the engine's."""
+        now = self.engine.stats().events
+        fresh = Counter(now)
+        fresh.subtract(self._engine_events)
+        self._engine_events = now
+        return {name: count for name, count in (fresh + self._events).items() if count}
+
+    # Files
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that the next step depends on, and drop the old ones."""
+        blobs = {}
+        if isinstance(self.drafter, HistoryDrafter):
+            blobs["history"] = encode_snapshot(self.drafter.snapshot())
+        saved = checkpoint.save(
+            self.out / folder.CHECKPOINTS,
+            self._next_step,
+            {"policy": self.policy.state(), "optimiser": self.learner.state()},
+            {"seed": self.config.seed, "weight_version": self.engine.version},
+            blobs,
+            warn=self._warn,
+        )
+        if saved is not None:
+            checkpoint.prune(self.out / folder.CHECKPOINTS, self.config.checkpoint.keep)
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint; lines of steps after it are taken out of the files."""
+        found = checkpoint.load_latest(self.out / folder.CHECKPOINTS, warn=self._warn)
+        self._next_step = 0 if found is None else found.step
+        for name in (folder.METRICS, folder.ROLLOUTS):
+            if (self.out / name).is_file():
+                truncate_from(self.out / name, self._next_step)
+        if found is None:
+            self.tell("there is no checkpoint yet; the run starts from its beginning")
+            return
+        if (self.out / folder.METRICS).is_file():
+            self.records = read_metrics(self.out / folder.METRICS)
+        self.policy.load_state(found.tensors["policy"])
+        self.learner.load_state(found.tensors["optimiser"])
+        self.engine.load_weights(int(found.meta["weight_version"]), self.policy.refit_tensors())
+        if isinstance(self.drafter, HistoryDrafter) and "history" in found.blobs:
+            try:
+                self.drafter.restore(decode_snapshot(found.blobs["history"]))
+            except SnapshotError as error:
+                self._warn("history_lost", str(error))
+        self.tell(f"resumed after step {self._next_step - 1}")
+
+    def _warn(self, event: str, message: str) -> None:
+        self._events[event] += 1
+        self.tell(f"{event}: {message}")
+
+    def _save_policy(self) -> None:
+        target = self.out / folder.POLICY
+        try:
+            if self.policy.adapter is not None:
+                self.policy.save_adapter(target)
+            else:
+                self.policy.save_pretrained(target)
+        except OSError as error:
+            self._warn("policy_not_saved", f"{target}: {error}; the last checkpoint holds the weights")
+
+    def _report(self) -> None:
+        try:
+            write_report(self.out, lambda ids: [str(self.policy.tokenizer.decode([token])) for token in ids])
+        except (PacelineError, OSError) as error:
+            self._warn("report_not_written", str(error))
+
+    def _prompt_row(self, item: Item) -> PromptRow:
+        return PromptRow(
+            prompt_id=item.prompt.prompt_id, task=item.task, tokens=item.tokens.tolist(), text=item.prompt.text
+        )
+
+
+def _nobody_listens(event: Event) -> None:
+    """Takes the events of a run that nobody watches."""

@@ -1,0 +1,41 @@
+"""When a step's time goes where, and how a run is asked to stop."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """Splits a step's wall clock into phases without a gap."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last lap on ``phase``."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+@contextmanager
+def stop_after_step() -> Iterator[threading.Event]:
+    """The first Ctrl-C asks the run to stop after its step; a second one interrupts at once."""
+    stopping = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopping
+        return
+
+    def ask(*_: object) -> None:
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        stopping.set()
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGINT, before)
