@@ -16,7 +16,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -181,7 +181,7 @@ def write_adapter(model: PeftModel, directory: Path, base: str | None, dtype: to
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as scratch:
         fresh = Path(scratch)
-        save_file(tensors, fresh / _WEIGHTS, metadata={"format": "pt"})
+        (fresh / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(settings, indent=2, sort_keys=True, default=_as_json)
         (fresh / _CONFIG).write_text(text + "\n", encoding="utf-8")
         for name in (_WEIGHTS, _CONFIG):

@@ -136,6 +136,7 @@ def convert_gguf(gguf: Path, into: Path) -> None:
         kind = tensor.name.split(".")[-2]
         tensors[_hf_name(tensor.name)] = _halves(values, heads[kind]) if kind in heads else values
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    (into / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read; others may share the cache
     config = _llama_config(meta, tied="lm_head.weight" not in tensors)
     _write_json(into / "config.json", config)
     token_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
