@@ -19,7 +19,7 @@ from paceline.schema import PacelineError
 from sample_run import decode, make_records, make_rows, write_run
 
 FROZEN = {
-    "train": ["config", "overrides", "--out", "--resume", "--json"],
+    "train": ["config", "overrides", "--out", "--resume", "--overwrite", "--json"],
     "warmup": ["config", "overrides", "--out", "--steps", "--batch", "--lr", "--json"],
     "diff": ["a", "b", "--tolerance", "--json"],
     "report": ["run", "--json"],
@@ -44,7 +44,7 @@ def loop(monkeypatch):
     """A training loop that notes how it was called and tells the events of a short run."""
     calls = types.SimpleNamespace(config=None, resume=None, raises=None)
 
-    def train(config, resume=False, on_event=None):
+    def train(config, resume=False, overwrite=False, on_event=None):
         calls.config, calls.resume = config, resume
         records = make_records(2, 2)
         on_event(Plan(steps=4))
@@ -168,7 +168,7 @@ def test_a_signal_reaches_the_loop_of_a_real_process(config_file, tmp_path):
     script = """
 import sys, time, types
 module = types.ModuleType("paceline.rl.loop")
-def train(config, resume, on_event):
+def train(config, resume, overwrite, on_event):
     try:
         print("ready", flush=True)
         time.sleep(60)

@@ -124,11 +124,11 @@ class Run:
                     metrics.write([record])
                     self.records.append(record)
                     self._next_step = step + 1
-                    every = self.config.checkpoint.every
-                    if step + 1 == total or stopping.is_set() or (every and (step + 1) % every == 0):
+                    stop, every = stopping.is_set(), self.config.checkpoint.every
+                    if step + 1 == total or stop or (every and (step + 1) % every == 0):
                         self.save()
                     self.tell(record)
-                    if stopping.is_set() and step + 1 < total:
+                    if stop and step + 1 < total:
                         self._report()
                         raise KeyboardInterrupt
         self._save_policy()
@@ -136,7 +136,6 @@ class Run:
 
     def _step(self, step: int) -> tuple[StepRecord, list[TraceRow]]:
         config, clock = self.config, Clock()
-        self._events.clear()
         items = self.curriculum.step_items(step)
         group_size = config.rl.group_size
         requests = rollout_requests(items, group_size, config.sampling, config.seed, str(step))
@@ -266,7 +265,9 @@ class Run:
         fresh = Counter(now)
         fresh.subtract(self._engine_events)
         self._engine_events = now
-        return {name: count for name, count in (fresh + self._events).items() if count}
+        events = {name: count for name, count in (fresh + self._events).items() if count}
+        self._events.clear()
+        return events
 
     # Files
 

@@ -1,0 +1,229 @@
+"""The training loop end to end, on a policy of some thousand parameters."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+from paceline.config import load_config
+from paceline.history.snapshot import SnapshotError
+from paceline.report.diff import diff_runs
+from paceline.report.trace import read_metrics, read_trace
+from paceline.rl import checkpoint, loop
+from paceline.rl.folder import RunExistsError
+from paceline.rl.loop import train
+from tiny_run import make_policy, tiny_config
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def tokens(run):
+    return {row.key: row.tokens for row in read_trace(run / "rollouts.jsonl")}
+
+
+def test_a_run_leaves_a_complete_folder(policy, tmp_path):
+    records = train(tiny_config(policy, tmp_path / "run", "rl.eval_every=2"))
+    run = tmp_path / "run"
+    assert [r.step for r in records] == [0, 1, 2, 3]
+    assert [r.epoch for r in records] == [0, 0, 1, 1]
+    assert [r.reward for r in read_metrics(run / "metrics.jsonl")] == [r.reward for r in records]
+    rows = list(read_trace(run / "rollouts.jsonl"))
+    assert len(rows) == 4 * 3 * 4
+    assert {row.prompt_id for row in rows} == set(range(6))
+    assert load_config(run / "config.yaml").rl.lr == 1e-2
+    assert (run / "report.html").is_file()
+    assert (run / "policy" / "model.safetensors").is_file()
+    assert len(json.loads((run / "prompts.jsonl").read_text().splitlines()[0])["tokens"]) == 6
+    assert [np.isnan(r.eval_reward) for r in records] == [True, False, True, False]
+
+
+def test_metrics_of_a_step_agree_with_its_rollouts(policy, tmp_path):
+    records = train(tiny_config(policy, tmp_path / "run"))
+    for record in records:
+        rows = [row for row in read_trace(tmp_path / "run" / "rollouts.jsonl") if row.step == record.step]
+        assert np.isclose(record.reward, np.mean([row.reward for row in rows]))
+        assert record.tokens == sum(len(row.tokens) for row in rows)
+        assert np.isclose(record.tokens_per_forward, record.tokens / sum(row.forwards for row in rows))
+        assert record.weight_version == record.step == rows[0].version
+        assert record.mismatch_kl < 1e-8
+
+
+def test_every_step_is_identical_to_plain_decoding_and_later_epochs_accept_more(policy, tmp_path):
+    records = train(tiny_config(policy, tmp_path / "run", "policy.dtype=float64", "rl.epochs=6"))
+    assert {r.identity for r in records} == {"identical"}
+    assert all(r.speedup_measured > 0 and r.plain_seconds_projected > 0 for r in records)
+    assert records[-1].tokens_per_forward > records[0].tokens_per_forward
+    assert sum(r.acceptance > 0 for r in records) > 6
+
+
+def test_the_policy_learns(policy, tmp_path):
+    records = train(tiny_config(policy, tmp_path / "run", "rl.epochs=12", "check.every=0", "rl.group_size=8"))
+    assert records[-1].reward > records[0].reward + 0.3
+
+
+@pytest.mark.parametrize("kind", ["none", "prompt_lookup"])
+def test_the_drafter_decides_no_token(policy, tmp_path, kind):
+    options = ("policy.dtype=float64", "rl.epochs=3")
+    train(tiny_config(policy, tmp_path / "a", "drafter.kind=history", *options))
+    train(tiny_config(policy, tmp_path / "b", f"drafter.kind={kind}", *options))
+    result = diff_runs(tmp_path / "a", tmp_path / "b")
+    assert result.verdict == "identical"
+    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
+
+
+def test_batch_shape_and_memory_decide_no_token(policy, tmp_path):
+    train(tiny_config(policy, tmp_path / "a", "policy.dtype=float64"))
+    train(
+        tiny_config(policy, tmp_path / "b", "policy.dtype=float64", "engine.slots=3", "engine.kv_tokens=60",
+                    "engine.max_batched_tokens=20", "engine.share_prompts=false", "rl.microbatch_tokens=64")
+    )  # fmt: skip
+    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
+
+
+def test_a_run_killed_in_step_3_resumes_to_the_rollouts_of_the_unbroken_run(policy, tmp_path):
+    script = """
+import os, signal, sys
+from paceline.rl import learner, loop
+from tiny_run import tiny_config
+update, calls = learner.Learner.update, []
+def killed(self, batch):
+    calls.append(1)
+    if len(calls) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update(self, batch)
+learner.Learner.update = killed
+loop.train(tiny_config(sys.argv[1], sys.argv[2], "rl.epochs=3"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([sys.executable, "-c", script, policy, tmp_path / "broken"], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_metrics(tmp_path / "broken" / "metrics.jsonl")) == 3
+    records = train(tiny_config(policy, tmp_path / "broken", "rl.epochs=3"), resume=True)
+    unbroken = train(tiny_config(policy, tmp_path / "whole", "rl.epochs=3"))
+    assert [r.step for r in records] == list(range(6))
+    assert tokens(tmp_path / "broken") == tokens(tmp_path / "whole")
+    assert [r.reward for r in records] == [r.reward for r in unbroken]
+    # The history came back too: the resumed run drafts what the unbroken one drafted.
+    assert records[-1].tokens_per_forward == unbroken[-1].tokens_per_forward
+    a, b = (load_file(tmp_path / run / "policy" / "model.safetensors") for run in ("broken", "whole"))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_lines_after_the_checkpoint_are_taken_back_on_resume(policy, tmp_path):
+    config = tiny_config(policy, tmp_path / "run", "checkpoint.every=2", "rl.steps=3", "rl.epochs=3")
+    train(config)
+    # Steps 0 and 1 are in a checkpoint, step 2 in the one at the end: take that away, as if the process had died.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    before = tokens(tmp_path / "run")
+    messages = []
+    train(config, resume=True, on_event=lambda e: messages.append(e) if isinstance(e, str) else None)
+    assert "resumed after step 1" in messages
+    assert tokens(tmp_path / "run") == before
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_a_resumed_run_can_be_longer(policy, tmp_path):
+    train(tiny_config(policy, tmp_path / "run", "rl.steps=2"))
+    records = train(tiny_config(policy, tmp_path / "run", "rl.steps=4"), resume=True)
+    train(tiny_config(policy, tmp_path / "whole", "rl.steps=4"))
+    assert len(records) == 4
+    assert tokens(tmp_path / "run") == tokens(tmp_path / "whole")
+
+
+def test_a_damaged_history_costs_time_only(policy, tmp_path, monkeypatch):
+    train(tiny_config(policy, tmp_path / "run", "rl.steps=2", "policy.dtype=float64"))
+    train(tiny_config(policy, tmp_path / "whole", "rl.steps=4", "policy.dtype=float64"))
+    messages = []
+
+    def damaged(data):
+        raise SnapshotError("the history snapshot is damaged")
+
+    monkeypatch.setattr(loop, "decode_snapshot", damaged)
+    longer = tiny_config(policy, tmp_path / "run", "rl.steps=4", "policy.dtype=float64")
+    records = train(longer, resume=True, on_event=messages.append)
+    assert any("history_lost" in m for m in messages if isinstance(m, str))
+    assert records[2].events["history_lost"] == 1
+    assert tokens(tmp_path / "run") == tokens(tmp_path / "whole")
+
+
+def test_a_folder_with_a_run_is_not_mixed_with_another(policy, tmp_path):
+    config = tiny_config(policy, tmp_path / "run", "rl.steps=1")
+    with pytest.raises(RunExistsError, match="holds no run to resume"):
+        train(config, resume=True)
+    train(config)
+    with pytest.raises(RunExistsError, match="holds a run already; --resume it, --overwrite it"):
+        train(config)
+    with pytest.raises(RunExistsError, match=r"cannot be resumed with other settings: rl.lr \(A: 0.01, B: 0.5\)"):
+        train(tiny_config(policy, tmp_path / "run", "rl.lr=0.5"), resume=True)
+    before = tokens(tmp_path / "run")
+    train(config, overwrite=True)
+    assert tokens(tmp_path / "run") == before
+
+
+def test_ctrl_c_stops_after_the_step_with_a_checkpoint(policy, tmp_path):
+    config = tiny_config(policy, tmp_path / "run", "rl.epochs=50", "checkpoint.every=0")
+
+    def press(event):
+        if getattr(event, "step", None) == 1:
+            threading.Timer(0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            time.sleep(0.1)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, on_event=press)
+    done = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert done == 3
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done:06d}" / "COMPLETE").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_rewards_that_raise_or_hang_cost_their_sample_only(policy, tmp_path):
+    config = tiny_config(
+        policy, tmp_path / "run", "tasks.letters.options.misbehave=true", "rl.reward_seconds=0.2", "rl.steps=2"
+    )
+    messages = []
+    records = train(config, on_event=messages.append)
+    assert sum(r.reward_errors for r in records) > 0
+    assert sum(r.events.get("reward_error", 0) for r in records) == sum(r.reward_errors for r in records)
+    assert any("ZeroDivisionError: an a" in m and "in task letters" in m for m in messages if isinstance(m, str))
+
+
+def test_prompts_of_several_tasks_mix(policy, tmp_path):
+    config = tiny_config(policy, tmp_path / "run", "tasks.more={kind: 'tiny_run:Letters', train_prompts: 3}")
+    records = train(replace(config, rl=replace(config.rl, prompts_per_step=9, epochs=1)))
+    assert set(records[0].task_rewards) == {"letters", "more"}
+    rows = list(read_trace(tmp_path / "run" / "rollouts.jsonl"))
+    assert {row.task for row in rows} == {"letters", "more"}
+
+
+def test_a_full_disk_costs_the_checkpoint_not_the_run(policy, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    messages = []
+    records = train(tiny_config(policy, tmp_path / "run", "rl.steps=2"), on_event=messages.append)
+    assert len(records) == 2
+    assert any("checkpoint_not_saved" in m for m in messages if isinstance(m, str))
+
+
+def test_lora_trains_through_the_merged_refit(policy, tmp_path):
+    options = ("policy.lora={r: 4, targets: [q_proj, v_proj, down_proj]}", "rl.lr=5e-2", "rl.epochs=3")
+    records = train(tiny_config(policy, tmp_path / "run", *options))
+    assert records[-1].weight_version == 5
+    assert all(r.mismatch_kl < 1e-8 for r in records)  # the engine samples what the adapter says
+    assert (tmp_path / "run" / "policy" / "adapter_model.safetensors").is_file()
