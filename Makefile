@@ -53,7 +53,7 @@ check: venv ## lint, formatting, types, floors
 	$(BIN)/lint-imports
 
 demo: assets ## train SmolLM2-135M on function calls with speculative rollouts; ends with a report
-	$(BIN)/paceline train examples/function_call.yaml --out $(DEMO_OUT)
+	$(BIN)/paceline train examples/function_call.yaml --out $(DEMO_OUT) --overwrite
 
 bench: assets ## run every benchmark
 	@for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -11,7 +11,8 @@ from paceline.config import TaskConfig, known_keys
 from paceline.report.metrics import METRICS
 from paceline.rl.tasks import make_task
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def reference() -> ModuleType:
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(
-        rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
 
 
@@ -58,7 +59,7 @@ def test_every_marker_of_a_page_stands_alone_on_its_line(reference: ModuleType) 
 
 
 def test_the_task_of_the_tasks_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (source,) = blocks("tasks.md", "python")
+    (source,) = blocks("docs/tasks.md", "python")
     (tmp_path / "my_tasks.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = TaskConfig(kind="my_tasks:Doubling", train_prompts=3, eval_prompts=2, options={"start": 10})
@@ -68,3 +69,12 @@ def test_the_task_of_the_tasks_page_works(tmp_path: Path, monkeypatch: pytest.Mo
     prompt = task.prompts("train")[0]
     assert task.reward(prompt, task.answer(prompt)) == 1.0
     assert task.reward(prompt, "21") == 0.0
+
+
+def test_the_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (source,) = blocks("README.md", "python")
+    monkeypatch.chdir(ROOT)
+    exec(compile(source, "README.md", "exec"), {})
+    visits = re.findall(r"([\d.]+) tokens a forward$", capsys.readouterr().out, re.MULTILINE)
+    assert len(visits) == 3
+    assert float(visits[2]) > float(visits[0]), "history makes the later visits need fewer forwards"
