@@ -60,9 +60,9 @@ def test_every_marker_of_a_page_stands_alone_on_its_line(reference: ModuleType) 
 
 def test_the_task_of_the_tasks_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = blocks("docs/tasks.md", "python")
-    (tmp_path / "my_tasks.py").write_text(source, encoding="utf-8")
+    (tmp_path / "task_of_the_page.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = TaskConfig(kind="my_tasks:Doubling", train_prompts=3, eval_prompts=2, options={"start": 10})
+    config = TaskConfig(kind="task_of_the_page:Doubling", train_prompts=3, eval_prompts=2, options={"start": 10})
     task = make_task("doubling", config, seed=0)
     assert [prompt.data for prompt in task.prompts("train")] == [20, 22, 24]
     assert [prompt.data for prompt in task.prompts("eval")] == [26, 28]
