@@ -113,6 +113,7 @@ class HistoryDrafter:
 
     def _propose(self, live: _Live, budget: int) -> Draft | None:
         index = self._indexes[live.request.prompt_key]
+        own = _live_name(live.request.request_id)
         tokens, sequences = continuation(index, live.context[-self.max_match :], budget, self.min_match, self.factor)
         if not tokens:
             return None
@@ -121,7 +122,7 @@ class HistoryDrafter:
             tokens=as_tokens(tokens),
             length=live.length,
             version=self._version,
-            sources=np.array([_source(sequence) for sequence in sequences], dtype=np.uint8),
+            sources=np.array([_source(sequence, own) for sequence in sequences], dtype=np.uint8),
         )
 
 
@@ -151,6 +152,8 @@ def _live_name(request_id: str) -> str:
     return f"live/{request_id}"
 
 
-def _source(sequence: str) -> int:
-    kind = sequence.partition("/")[0]
-    return {_PROMPT_NAME: _PROMPT, "live": _SIBLING}.get(kind, _HISTORY)
+def _source(sequence: str, own: str) -> int:
+    """Where a sequence's tokens come from, seen from the request with the live sequence ``own``."""
+    if sequence in (_PROMPT_NAME, own):
+        return _PROMPT
+    return _SIBLING if sequence.startswith("live/") else _HISTORY
