@@ -128,7 +128,10 @@ class Policy:
         """Every token that ends a response, by the generation configuration and the tokenizer, ascending."""
         generation = self.model.generation_config
         ids = {self.tokenizer.eos_token_id}
-        for stated in (generation.eos_token_id if generation else None, self.model.config.eos_token_id):
+        for stated in (
+            generation.eos_token_id if generation else None,
+            getattr(self.model.config, "eos_token_id", None),
+        ):
             ids |= set(stated) if isinstance(stated, (list, tuple)) else {stated}
         return tuple(sorted(int(i) for i in ids if i is not None))
 
