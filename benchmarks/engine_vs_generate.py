@@ -55,7 +55,9 @@ def generate(model, prompts, lengths, eos):
 def ours(engine, prompts, lengths, tag):
     requests = [
         RolloutRequest(
-            request_id=f"{tag}/{i}", prompt=row.numpy().astype(np.int32), params=SamplingParams(max_tokens=n, ignore_eos=True)
+            request_id=f"{tag}/{i}",
+            prompt=row.numpy().astype(np.int32),
+            params=SamplingParams(max_tokens=n, ignore_eos=True),
         )
         for i, (row, n) in enumerate(zip(prompts, lengths, strict=True))
     ]
@@ -81,13 +83,18 @@ def main():
     eos = eos[0] if isinstance(eos, list) else eos
     results = []
     for batch in (int(b) for b in args.batches.split(",")):
-        prompts = torch.randint(10, theirs.config.vocab_size, (batch, args.prompt), generator=torch.Generator().manual_seed(0))
+        prompts = torch.randint(
+            10, theirs.config.vocab_size, (batch, args.prompt), generator=torch.Generator().manual_seed(0)
+        )
         for kind in ("equal", "ragged") if batch > 1 else ("equal",):
             spread = np.linspace(args.tokens // 4, args.tokens, batch).astype(int)
             lengths = [args.tokens] * batch if kind == "equal" else [int(n) for n in spread]
             pairs = []
             for number in range(args.pairs + 1):
-                pair = (generate(theirs, prompts, lengths, eos), ours(engine, prompts, lengths, f"{batch}{kind}{number}"))
+                pair = (
+                    generate(theirs, prompts, lengths, eos),
+                    ours(engine, prompts, lengths, f"{batch}{kind}{number}"),
+                )
                 if number:  # the first pair warms up
                     pairs.append(pair)
             row = {

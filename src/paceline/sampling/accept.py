@@ -139,6 +139,8 @@ def accept(logits_NV: torch.Tensor, rows: Sequence[VerifyRow], run_seed: int) ->
         torch.from_numpy(position_N).to(device),
     )
     kept_N = _walk(layout, sample_N)
+    # Only what is emitted must be sound, and reading every drafted position's logits once more would cost.
+    sound_N[kept_N] &= logits_NV[kept_N].isfinite().all(-1)
     # One transfer for everything that the host needs.
     columns = [column.double() for column in (margin_N, processed_N, raw_N, sample_N, sound_N, kept_N)]
     margin, processed, raw, sample, sound, kept = torch.stack(columns).cpu().numpy()
@@ -177,7 +179,6 @@ def _sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, margins, processed and raw log-probabilities and soundness of all N positions."""
     device = logits_NV.device
-    finite_N = logits_NV.sum(-1, dtype=torch.float64 if logits_NV.dtype == torch.float64 else torch.float32).isfinite()
     processed_NV = process(logits_NV, specs_N, prefix)
     blocks_NG = block_logsumexp(processed_NV)
     sample_N, margin_N = keyed_sample(processed_NV, blocks_NG, run_seed, seed_N, position_N)
@@ -198,7 +199,7 @@ def _sample(
         raw_NV = logits_NV if logits_NV.dtype in (torch.float32, torch.float64) else logits_NV.float()
         raw_total_N = torch.logsumexp(block_logsumexp(raw_NV).double(), dim=-1)
         raw_N = raw_NV.gather(1, sample_N[:, None])[:, 0] - raw_total_N
-    return sample_N, margin_N, processed_N, raw_N, finite_N & total_N.isfinite()
+    return sample_N, margin_N, processed_N, raw_N, total_N.isfinite()
 
 
 def _walk(layout: _Layout, sample_N: torch.Tensor) -> torch.Tensor:
