@@ -198,6 +198,10 @@ class Config(_Section):
         n, seed, longest = self.sampling.n, self.sampling.seed, self.sampling.max_tokens
         _require(n == 1, "sampling.n", n, "left out of a run: rl.group_size says how many samples a prompt gets")
         _require(seed is None, "sampling.seed", seed, "left out of a run: the run's own seed decides every sample")
+        heat = self.sampling.temperature
+        _require(heat > 0, "sampling.temperature", heat, "> 0 in a run: GRPO learns from differing samples")
+        mode = self.sampling.logprobs
+        _require(mode == "processed", "sampling.logprobs", mode, "processed in a run: GRPO compares laws as sampled")
         buffer = self.rl.overlong_buffer
         _require(buffer <= longest, "rl.overlong_buffer", buffer, f"at most sampling.max_tokens ({longest})")
 

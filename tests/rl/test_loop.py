@@ -227,3 +227,12 @@ def test_lora_trains_through_the_merged_refit(policy, tmp_path):
     assert records[-1].weight_version == 5
     assert all(r.mismatch_kl < 1e-8 for r in records)  # the engine samples what the adapter says
     assert (tmp_path / "run" / "policy" / "adapter_model.safetensors").is_file()
+
+
+def test_a_law_that_the_update_does_not_know_is_a_named_event(policy, tmp_path):
+    messages = []
+    shaped = tiny_config(policy, tmp_path / "run", "rl.steps=1", "sampling.top_p=0.9")
+    records = train(shaped, on_event=messages.append)
+    assert records[0].events["law_shaped"] == 1
+    assert any("sampling.top_p shape the rollouts" in m for m in messages if isinstance(m, str))
+    assert records[0].identity == "identical"

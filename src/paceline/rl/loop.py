@@ -37,7 +37,7 @@ from paceline.rl.policy import Policy
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
 from paceline.rl.timing import Clock, stop_after_step
-from paceline.schema import PacelineError, Rollout, StepRecord
+from paceline.schema import PacelineError, Rollout, SamplingParams, StepRecord
 
 OnEvent = Callable[[Event], None]
 
@@ -111,6 +111,7 @@ class Run:
         """Run the steps that are left; after each, the files are complete up to it."""
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
+        self._tell_shaped_law()
         if self._next_step == 0:
             write_prompts(self.out / folder.PROMPTS, [self._prompt_row(item) for item in self.curriculum.items])
             if self._eval_items and self.config.rl.eval_every:
@@ -166,7 +167,7 @@ class Run:
                 responses=[rollout.tokens for rollout in rollouts],
                 rewards=rewards,
                 group_ids=[item.name for item in of_rollout],
-                engine_logprobs=None if config.sampling.temperature == 0 else [r.logprobs for r in rollouts],
+                engine_logprobs=[rollout.logprobs for rollout in rollouts],
             )
         )
         for skipped in ("skipped_no_advantage", "skipped_not_finite"):
@@ -252,6 +253,21 @@ class Run:
             self._events["reward_error"] += count
             self.tell(f"reward_error: {error} ({count} of {len(rollouts)} rollouts have reward 0)")
         return rewards, len(errors)
+
+    def _tell_shaped_law(self) -> None:
+        """Say so where rollouts follow another law than the one whose gradient is taken."""
+        sampling = self.config.sampling
+        trained = SamplingParams(
+            temperature=sampling.temperature, max_tokens=sampling.max_tokens, stop=sampling.stop,
+            stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
+        )  # fmt: skip
+        shaped = [name for name in sampling.__struct_fields__ if getattr(sampling, name) != getattr(trained, name)]
+        if shaped:
+            self._warn(
+                "law_shaped",
+                f"sampling.{', sampling.'.join(shaped)} shape the rollouts; the update takes the gradient of the law "
+                "at temperature alone, see mismatch_kl",
+            )
 
     def _tell_identity(self, step: int, identity: Identity) -> None:
         if identity.verdict == "violation":
