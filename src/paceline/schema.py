@@ -138,7 +138,7 @@ class Rollout(msgspec.Struct, kw_only=True, eq=False):
     """A finished response. Per-token arrays have one entry per emitted token, the stop token included.
 
     ``logprobs`` are of the mode ``logprob_mode``; ``raw_logprobs`` are log-softmax of the untouched logits.
-    ``margins`` is the gap between the two best keyed scores: how far the logits may move before the token changes.
+    ``margins`` is the gap between the two best keyed scores: the token stands while no logit moves by half of it.
     ``forwards`` counts the policy passes in which this row decoded.
     """
 

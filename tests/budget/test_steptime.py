@@ -53,8 +53,15 @@ def test_plain_generation_refills_slots_in_order():
     assert plain_generation_seconds([2, 5, 4], 2, filled) == 11.0
 
 
-def test_records_tell_how_often_each_bucket_was_measured():
-    filled = StepTimeTable()
-    filled.add(1, 1, 0.5)
-    filled.add(1, 1, 0.5)
-    assert filled.rows() == [{"rows": 1, "tokens": 1, "seconds": 0.5, "passes": 2}]
+def test_more_rows_than_were_measured_plainly_are_not_guessed():
+    filled = table(lambda rows, tokens: float(rows), rows=(1, 2), per_row=(1,))
+    assert math.isnan(filled.plain_seconds(3))
+    assert math.isnan(plain_generation_seconds([2, 2, 2], 3, filled))
+
+
+def test_a_table_comes_back_from_its_state():
+    filled = table(lambda rows, tokens: rows + tokens / 7)
+    restored = StepTimeTable()
+    restored.load_state(filled.state())
+    assert restored.state() == filled.state()
+    assert restored.seconds(4, 8) == filled.seconds(4, 8)

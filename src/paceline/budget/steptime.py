@@ -39,16 +39,22 @@ class StepTimeTable:
         return _interpolate(seen, tokens)
 
     def plain_seconds(self, rows: int) -> float:
-        """Expected seconds of a plain pass, one token a row, interpolated between the row counts that were measured."""
-        seen = sorted((r, _median(s)) for (r, t), s in self._seconds.items() if r == t)
-        return _interpolate(seen, bucket(rows)) if seen else math.nan
+        """Expected seconds of a plain pass, one token a row, interpolated between the row counts that were measured.
 
-    def rows(self) -> list[dict[str, float]]:
-        """The table as plain records, for reports."""
-        return [
-            {"rows": r, "tokens": t, "seconds": _median(s), "passes": len(s)}
-            for (r, t), s in sorted(self._seconds.items())
-        ]
+        NaN for more rows than were ever measured plainly: a larger batch costs more, nobody knows how much.
+        """
+        seen = sorted((r, _median(s)) for (r, t), s in self._seconds.items() if r == t)
+        return _interpolate(seen, bucket(rows)) if seen and bucket(rows) <= seen[-1][0] else math.nan
+
+    def state(self) -> list[tuple[int, int, list[float]]]:
+        """The kept measurements of every bucket: rows, tokens, seconds of the newest passes."""
+        return [(rows, tokens, list(seconds)) for (rows, tokens), seconds in sorted(self._seconds.items())]
+
+    def load_state(self, state: Iterable[tuple[int, int, Sequence[float]]]) -> None:
+        """Add what ``state`` gave."""
+        for rows, tokens, seconds in state:
+            for value in seconds:
+                self.add(rows, tokens, value)
 
 
 def plain_generation_seconds(lengths: Sequence[int], slots: int, table: StepTimeTable) -> float:

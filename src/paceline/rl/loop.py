@@ -296,7 +296,11 @@ class Run:
             self.out / folder.CHECKPOINTS,
             self._next_step,
             {"policy": self.policy.state(), "optimiser": self.learner.state()},
-            {"seed": self.config.seed, "weight_version": self.engine.version},
+            {
+                "seed": self.config.seed,
+                "weight_version": self.engine.version,
+                "step_times": self.engine.table.state(),
+            },
             blobs,
             warn=self._warn,
         )
@@ -318,6 +322,7 @@ class Run:
         self.policy.load_state(found.tensors["policy"])
         self.learner.load_state(found.tensors["optimiser"])
         self.engine.load_weights(int(found.meta["weight_version"]), self.policy.refit_tensors())
+        self.engine.table.load_state(found.meta["step_times"])
         if isinstance(self.drafter, HistoryDrafter) and "history" in found.blobs:
             try:
                 self.drafter.restore(decode_snapshot(found.blobs["history"]))

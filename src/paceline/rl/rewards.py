@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,7 +80,7 @@ class Judge:
         """Where the worker finds ``prompt``. One that it does not know ends it, so that the next one does."""
         key = (prompt.prompt_id, prompt.text)
         known = self._prompts.get(key)
-        if known is not None and (known[1] is prompt or known[1] == prompt):
+        if known is not None and _same(known[1], prompt):
             return known[0]
         place = known[0] if known is not None else len(self._prompts)
         self._prompts[key] = (place, prompt)
@@ -99,6 +100,13 @@ class Judge:
             self._worker = None
             reward, error = 0.0, str(lost)
         return Scored(reward, error and f"{error} in task {self._name}")
+
+
+def _same(known: Prompt, prompt: Prompt) -> bool:
+    try:
+        return known is prompt or bool(known == prompt)
+    except (TypeError, ValueError):  # data that does not compare, such as arrays
+        return False
 
 
 def score_all(task: Task, pairs: Sequence[tuple[Prompt, str]], seconds: float = 10.0) -> list[Scored]:
@@ -124,6 +132,9 @@ class _Worker:
         sys.stderr.flush()
         parent = os.getpid()
         self._pid = os.fork()
+        # A group of its own, so that what a reward starts ends with it. Set on both sides: either may come first.
+        with suppress(OSError):
+            os.setpgid(self._pid, self._pid)
         if self._pid == 0:
             self._pipe.close()
             _serve(theirs, task, prompts, parent)
@@ -146,18 +157,20 @@ class _Worker:
         raise _WorkerLostError(f"TimeoutError: the reward took longer than {seconds:g} s")
 
     def end(self, grace_seconds: float = 0.0) -> int | None:
-        """End the process, by force after ``grace_seconds``; returns how it ended, as ``os.waitstatus_to_exitcode``."""
+        """End the process and all that it started, by force after ``grace_seconds``.
+
+        Returns how it ended, as ``os.waitstatus_to_exitcode`` gives it; None where that cannot be known.
+        """
         self._pipe.close()
         deadline = time.monotonic() + grace_seconds
         try:
-            while True:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-                if pid:
-                    return os.waitstatus_to_exitcode(status)
-                if time.monotonic() >= deadline:
-                    os.kill(self._pid, signal.SIGKILL)
-                    return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            while not pid and time.monotonic() < deadline:
                 time.sleep(0.001)
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(status if pid else os.waitpid(self._pid, 0)[1])
         except ChildProcessError:  # somebody else in this process has waited for it
             return None
 
