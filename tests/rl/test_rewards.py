@@ -2,6 +2,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,9 +106,37 @@ def test_a_worker_that_died_while_idle_costs_nothing(judge):
     pid = round(scores(judge, "__import__('os').getpid() / 10**8")[0].reward * 10**8)
     assert pid != os.getpid()
     os.kill(pid, signal.SIGKILL)
-    while not judge._worker.is_lost():
-        time.sleep(0.001)
+    wait_until(judge._worker.is_lost)
     assert scores(judge, "0.5") == [Scored(0.5)]
+
+
+def test_data_that_does_not_compare_is_judged(judge):
+    prompts = [Prompt(prompt_id=9, text="arrays", data={"right": right, "more": np.ones(2)}) for right in (4, 5)]
+    assert judge.score_all([(prompts[0], "right")]) == [Scored(0.4)]
+    assert judge.score_all([(prompts[1], "right")]) == [Scored(0.5)]
+
+
+def test_what_a_hanging_reward_has_started_ends_with_it(judge, tmp_path):
+    started = tmp_path / "pid"
+    hang = f"__import__('os').system('sleep 60 & echo $! > {started}; wait')"
+    assert "TimeoutError" in scores(judge, hang)[0].error
+    wait_until(lambda: not is_running(int(started.read_text())))
+
+
+def is_running(pid):
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(holds):
+    for _ in range(30_000):
+        if holds():
+            return
+        time.sleep(0.001)
+    pytest.fail("waited half a minute for nothing")
 
 
 def test_text_that_is_no_valid_unicode_reaches_the_reward(judge):
