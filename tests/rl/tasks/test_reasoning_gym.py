@@ -1,7 +1,10 @@
 import builtins
+from pathlib import Path
 
 import pytest
 
+from paceline.config import load_config
+from paceline.rl.tasks import make_task
 from paceline.rl.tasks.reasoning_gym import ReasoningGym
 
 
@@ -74,3 +77,11 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match="pip install reasoning-gym"):
         ReasoningGym(dataset="leg_counting")
+
+
+def test_the_examples_configuration_builds_its_task():
+    config = load_config(Path(__file__).parents[3] / "examples" / "reasoning_gym.yaml")
+    task = make_task("words", config.tasks["words"], config.seed)
+    assert len(task.prompts("train")) == config.tasks["words"].train_prompts
+    prompt = task.prompts("eval")[0]
+    assert task.reward(prompt, task.answer(prompt)) == 1.0
