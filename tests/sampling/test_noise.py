@@ -28,7 +28,7 @@ def test_philox_gives_the_published_known_answers(counter, key, expected):
 
 
 def draw(run=1, requests=(5,), positions=(0,), purpose=Purpose.TOKEN, count=4):
-    return uniforms(run, torch.tensor(requests), torch.tensor(positions), purpose, count)
+    return uniforms(run, torch.tensor(requests), torch.tensor(positions), {purpose: count})[0]
 
 
 def test_uniforms_do_not_depend_on_who_shares_the_batch():  # field A12
@@ -46,9 +46,8 @@ def test_no_two_keys_share_a_uniform():  # field A4
     total = 0
     for run in (0, 1, 1 << 40):
         for purpose in Purpose:
-            values = uniforms(
-                run, torch.tensor([0, 1, signed64(1 << 63), 1 << 35] * 3), torch.tensor([0, 1, 2] * 4), purpose, 64
-            )
+            requests = torch.tensor([0, 1, signed64(1 << 63), 1 << 35] * 3)
+            (values,) = uniforms(run, requests, torch.tensor([0, 1, 2] * 4), {purpose: 64})
             seen |= set(values.flatten().tolist())
             total += values.numel()
     assert len(seen) == total
@@ -69,15 +68,20 @@ def test_uniforms_are_uniform():
 
 
 def test_gumbels_are_finite_and_have_their_mean():
-    values = gumbels(3, torch.arange(4000), torch.zeros(4000, dtype=torch.int64), Purpose.TOKEN, 50)
+    (values,) = gumbels(3, torch.arange(4000), torch.zeros(4000, dtype=torch.int64), {Purpose.TOKEN: 50})
     assert torch.isfinite(values).all()
     assert abs(float(values.mean()) - 0.57722) < 0.01
 
 
 def test_two_ranks_draw_the_same_noise():  # field A10
-    rank = [uniforms(9, torch.tensor([4]), torch.tensor([t]), Purpose.TOKEN, 3) for t in range(1000)]
-    other = uniforms(9, torch.full((1000,), 4), torch.arange(1000), Purpose.TOKEN, 3)
-    assert torch.equal(torch.cat(rank), other)
+    rank = [draw(9, [4], [t], count=3) for t in range(1000)]
+    assert torch.equal(torch.cat(rank), draw(9, [4] * 1000, range(1000), count=3))
+
+
+def test_drawing_for_several_purposes_at_once_changes_no_draw():
+    together = uniforms(9, torch.tensor([4]), torch.tensor([2]), {Purpose.BLOCK: 5, Purpose.TOKEN: 3})
+    assert torch.equal(together[0], draw(9, [4], [2], Purpose.BLOCK, 5))
+    assert torch.equal(together[1], draw(9, [4], [2], Purpose.TOKEN, 3))
 
 
 def test_drawing_nothing_or_too_much_is_refused():

@@ -38,14 +38,13 @@ def keyed_sample(
     smaller gap between the two best scores of either level. A token changes only if the logits move by half of it.
     """
     vocabulary = logits_NV.shape[1]
-    score_NG = blocks_NG.double() + gumbels(run_seed, request_seeds_N, positions_N, Purpose.BLOCK, blocks_NG.shape[1])
-    block_N, block_gap_N = _best(score_NG)
-
-    ids_NS = block_N[:, None] * BLOCK + torch.arange(min(BLOCK, vocabulary), device=logits_NV.device)
+    draws = {Purpose.BLOCK: blocks_NG.shape[1], Purpose.TOKEN: min(BLOCK, vocabulary)}
+    block_noise_NG, token_noise_NS = gumbels(run_seed, request_seeds_N, positions_N, draws)
+    block_N, block_gap_N = _best(blocks_NG.double() + block_noise_NG)
+    ids_NS = block_N[:, None] * BLOCK + torch.arange(token_noise_NS.shape[1], device=logits_NV.device)
     inside_NS = logits_NV.gather(1, ids_NS.clamp(max=vocabulary - 1)).double()
     inside_NS = inside_NS.masked_fill_(ids_NS >= vocabulary, -torch.inf)
-    inside_NS += gumbels(run_seed, request_seeds_N, positions_N, Purpose.TOKEN, ids_NS.shape[1])
-    offset_N, token_gap_N = _best(inside_NS)
+    offset_N, token_gap_N = _best(inside_NS + token_noise_NS)
     return block_N * BLOCK + offset_N, torch.minimum(block_gap_N, token_gap_N)
 
 

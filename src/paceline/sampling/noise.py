@@ -5,6 +5,7 @@ is the run's seed; its 128-bit counter holds the request's seed, the position, t
 of its own, so two draws never share a key. Integer arithmetic makes the bits equal on every device and batch shape.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -48,29 +49,34 @@ def signed64(seed: int) -> int:
 
 
 def uniforms(
-    run_seed: int, request_seeds_N: torch.Tensor, positions_N: torch.Tensor, purpose: Purpose, count: int
-) -> torch.Tensor:
-    """``count`` uniforms of 53 bits in (0, 1) for each of N (request, position) pairs: (N, count) float64.
+    run_seed: int, request_seeds_N: torch.Tensor, positions_N: torch.Tensor, draws: Mapping[Purpose, int]
+) -> list[torch.Tensor]:
+    """Uniforms of 53 bits in (0, 1) for each of N (request, position) pairs: per purpose (N, count) float64.
 
-    ``request_seeds_N`` and ``positions_N`` are int64; positions count the response's tokens from 0, below 2**32.
+    ``draws`` says how many for each purpose; together they cost one evaluation of the generator. ``request_seeds_N``
+    and ``positions_N`` are int64; positions count the response's tokens from 0, below 2**32.
     """
-    if not 0 < count <= 2 << _INDEX_BITS:
-        raise ValueError(f"cannot draw {count} uniforms for one position and purpose: at most {2 << _INDEX_BITS}")
     device = request_seeds_N.device
-    pairs = torch.arange((count + 1) // 2, device=device, dtype=torch.int64)[None, :]
+    for purpose, count in draws.items():
+        if not 0 < count <= 2 << _INDEX_BITS:
+            limit = 2 << _INDEX_BITS
+            raise ValueError(f"cannot draw {count} uniforms for one position, purpose {purpose.name}: at most {limit}")
+    pairs = [(count + 1) // 2 for count in draws.values()]
+    counters = [torch.arange(n, device=device) | (int(p) << _INDEX_BITS) for p, n in zip(draws, pairs, strict=True)]
     seeds, positions = request_seeds_N[:, None], positions_N[:, None]
     words = philox4x32(
-        (pairs | (int(purpose) << _INDEX_BITS), positions & _MASK32, seeds & _MASK32, (seeds >> 32) & _MASK32),
+        (torch.cat(counters)[None, :], positions & _MASK32, seeds & _MASK32, (seeds >> 32) & _MASK32),
         (run_seed & _MASK32, (run_seed >> 32) & _MASK32),
     )
     bits = torch.stack([(a >> 5) << 26 | (b >> 6) for a, b in ((words[0], words[1]), (words[2], words[3]))], dim=-1)
     # All 53-bit integers are exact in float64; zero becomes half a step, so that no logarithm meets it.
-    return (bits.to(torch.float64).clamp_(min=0.5) * 2.0**-53).flatten(1)[:, :count]
+    unit_NP2 = bits.to(torch.float64).clamp_(min=0.5) * 2.0**-53
+    parts = unit_NP2.split(pairs, dim=1)
+    return [part.flatten(1)[:, :count] for part, count in zip(parts, draws.values(), strict=True)]
 
 
 def gumbels(
-    run_seed: int, request_seeds_N: torch.Tensor, positions_N: torch.Tensor, purpose: Purpose, count: int
-) -> torch.Tensor:
-    """Standard Gumbel noise, (N, count) float64: G = -log(-log(1 - u)), finite, with 53 bits where G is large."""
-    u = uniforms(run_seed, request_seeds_N, positions_N, purpose, count)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    run_seed: int, request_seeds_N: torch.Tensor, positions_N: torch.Tensor, draws: Mapping[Purpose, int]
+) -> list[torch.Tensor]:
+    """Standard Gumbel noise as ``uniforms`` gives it: G = -log(-log(1 - u)), finite, with 53 bits where G is large."""
+    return [u.neg().log1p_().neg_().log_().neg_() for u in uniforms(run_seed, request_seeds_N, positions_N, draws)]

@@ -157,28 +157,42 @@ def attend(
     assert isinstance(layer, int)
     query_NHD = query_1HND[0].transpose(0, 1)
     paceline.kv.write(layer, paceline.flat_N, key_1HND[0].transpose(0, 1), value_1HND[0].transpose(0, 1))
-    n, heads, size = query_NHD.shape
-    groups = paceline.heads_per_kv
-    out_NHD = query_NHD.new_empty((n, heads, value_1HND.shape[-1]))
+    whole = paceline.calls[0]
+    if len(paceline.calls) == 1 and whole.dense is not None:
+        return _attend_call(paceline, 0, layer, query_NHD, scaling, sliding_window)[None], None
+    out_NHD = query_NHD.new_empty((*query_NHD.shape[:2], value_1HND.shape[-1]))
     for index, call in enumerate(paceline.calls):
-        keys, values = paceline.kv.view(layer, call.slots, call.length)
         if call.dense is not None:
             query = query_NHD[call.dense]
+            out_NHD[call.dense] = _attend_call(paceline, index, layer, query, scaling, sliding_window)
         else:
-            query = query_NHD.new_zeros((call.batch * call.queries, heads, size))
+            query = query_NHD.new_zeros((call.batch * call.queries, *query_NHD.shape[1:]))
             query[call.padded_n] = query_NHD[call.packed_n]
-        # The query heads that share a key head are laid along the query axis: keys are never repeated in memory.
-        query = query.view(call.batch, call.queries, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
-        query = query.reshape(call.batch, heads // groups, groups * call.queries, size)
-        mask = paceline.mask(index, sliding_window, query.dtype)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-        out = out.view(call.batch, heads // groups, groups, call.queries, -1).permute(0, 3, 1, 2, 4)
-        out = out.reshape(call.batch * call.queries, heads, -1)
-        if call.dense is not None:
-            out_NHD[call.dense] = out
-        else:
+            out = _attend_call(paceline, index, layer, query, scaling, sliding_window)
             out_NHD[call.packed_n] = out[call.padded_n]
     return out_NHD[None], None
+
+
+def _attend_call(
+    plan: PassPlan, index: int, layer: int, query_MHD: torch.Tensor, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """One attention call over padded queries, M = rows * T; returns (M, H, D).
+
+    The query heads that share a key head are laid along the query axis, so keys are never repeated in memory.
+    """
+    call, groups = plan.calls[index], plan.heads_per_kv
+    keys, values = plan.kv.view(layer, call.slots, call.length)
+    m, heads, size = query_MHD.shape
+    mask = plan.mask(index, window, query_MHD.dtype)
+    if call.queries == 1:
+        query = query_MHD.reshape(m, heads // groups, groups, size)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        return out.reshape(m, heads, -1)
+    query = query_MHD.view(call.batch, call.queries, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
+    query = query.reshape(call.batch, heads // groups, groups * call.queries, size)
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    out = out.view(call.batch, heads // groups, groups, call.queries, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(m, heads, -1)
 
 
 AttentionInterface.register(NAME, attend)
