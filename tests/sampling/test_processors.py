@@ -13,7 +13,9 @@ def law(logits, prompt=(), response=(), stop_ids=(), **params):
     """The processed law after one prefix."""
     spec = Spec(SamplingParams(**params), stop_ids)
     out = process(
-        torch.tensor([logits], dtype=torch.float64), [spec], lambda n: (as_tokens(prompt), as_tokens(response))
+        torch.as_tensor(np.array([logits]), dtype=torch.float64),
+        [spec],
+        lambda n: (as_tokens(prompt), as_tokens(response)),
     )
     return out.softmax(-1)[0].numpy()
 

@@ -109,6 +109,7 @@ def limit_depth(parents: Tokens, deepest: int) -> tuple[npt.NDArray[np.int64], T
     return kept, renumbered[parents[kept]]
 
 
+@torch.inference_mode()
 def accept(logits_NV: torch.Tensor, rows: Sequence[VerifyRow], run_seed: int) -> list[Verdict]:
     """Decide a verifying pass: one ``Verdict`` per row.
 

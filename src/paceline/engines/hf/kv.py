@@ -2,7 +2,7 @@
 
 Rows in use are always the first ones, so a layer's keys for a batch of B rows are the view ``[:B, :length]`` and
 nothing is gathered to attend. Trimming after a rejection writes nothing: positions beyond a row's length are stale
-until the next pass overwrites them.
+until the next pass overwrites them. The memory lives in inference mode, where torch books nothing for autograd.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ class KVSlots:
         """Bytes held by keys and values."""
         return sum(t.nbytes for side in (self._keys, self._values) for t in side if t is not None)
 
+    @torch.inference_mode()
     def resize(self, slots: int, capacity: int) -> None:
         """Hold ``slots`` rows of ``capacity`` positions; what fits of the stored rows stays."""
         if (slots, capacity) == (self.slots, self.capacity):
@@ -57,17 +58,20 @@ class KVSlots:
         assert values is not None
         return keys[rows, :length].transpose(1, 2), values[rows, :length].transpose(1, 2)
 
+    @torch.inference_mode()
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of a row over another."""
         for memory in self._stored():
             memory[target, :length] = memory[source, :length]
 
+    @torch.inference_mode()
     def move_positions(self, row: int, sources: npt.NDArray[np.int64], start: int) -> None:
         """Lay scattered positions of a row end to end from ``start``: the accepted path of a tree."""
         index = torch.from_numpy(sources)
         for memory in self._stored():
             memory[row, start : start + len(sources)] = memory[row, index.to(memory.device)]
 
+    @torch.inference_mode()
     def save(self, row: int, length: int) -> Snapshot:
         """A copy of the first ``length`` positions of a row."""
         return [
@@ -76,6 +80,7 @@ class KVSlots:
             if keys is not None and values is not None
         ]
 
+    @torch.inference_mode()
     def load(self, row: int, snapshot: Snapshot) -> None:
         """Write a saved row's positions into ``row``."""
         for memories, saved in zip(zip(self._keys, self._values, strict=True), snapshot, strict=True):

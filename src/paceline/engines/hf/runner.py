@@ -51,7 +51,7 @@ class Runner:
         self._hook.remove()
         self.kv = KVSlots(0)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, tokens: Sequence[np.ndarray], rows: Sequence[PassRow], keep: np.ndarray) -> torch.Tensor:
         """One pass. ``tokens[i]`` are the token ids that row i brings; returns raw logits (len(keep), V).
 
