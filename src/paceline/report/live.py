@@ -16,7 +16,10 @@ from paceline.report.metrics import SUMMARY_LINES, first_and_later, identity_ver
 from paceline.schema import StepRecord
 
 #: The phases told apart in the bar, with their colours; all others are shown as ``other``.
-_COLOURS = {"generation": "cyan", "reward": "yellow", "train": "magenta", "refit": "green", "other": "bright_black"}
+_COLOURS = {
+    "generation": "cyan", "reward": "yellow", "train": "magenta", "refit": "green", "check": "blue", "eval": "red",
+    "other": "bright_black",
+}  # fmt: skip
 _BAR_CELLS = 24
 _HEADINGS = f"{'step':>5} {'epoch':>5} {'reward':>7} {'tok/fwd':>8} {'accept':>7} {'x plain':>8}  share of the time"
 
@@ -101,7 +104,7 @@ class LiveView:
 
 def plain_line(record: StepRecord, steps: int | None = None) -> str:
     """A step in one line of plain text."""
-    shares = ", ".join(f"{phase} {share:.0%}" for phase, share in phase_shares(record).items())
+    shares = ", ".join(f"{phase} {share:.0%}" for phase, share in phase_shares(record).items() if share >= 0.005)
     parts = [
         f"[{record.step + 1}/{steps}]" if steps else "",
         f"step {record.step}",
@@ -118,7 +121,7 @@ def plain_line(record: StepRecord, steps: int | None = None) -> str:
 
 
 def phase_shares(record: StepRecord) -> dict[str, float]:
-    """Share of the step's wall clock by phase: generation, reward, train, refit, and ``other`` for all the rest."""
+    """Share of the step's wall clock by phase, with ``other`` for whatever has no colour of its own."""
     seconds = dict.fromkeys(_COLOURS, 0.0)
     for phase, value in record.seconds.items():
         if math.isfinite(value):
