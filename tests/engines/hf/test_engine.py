@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from paceline.config import EngineConfig
 from paceline.drafters import HistoryDrafter
@@ -238,6 +239,25 @@ def test_a_draft_for_another_length_or_version_is_void():  # field F1
     assert spec.stats().events["draft_stale"] == 3 * (spec.stats().forwards - 1)
 
 
+def test_a_drafter_from_an_engine_with_newer_weights_drafts_at_once():
+    drafter = HistoryDrafter()
+    drafter.on_weights(9)
+    eng = engine(drafter=drafter)
+    eng.generate([request("a", temperature=0), request("b", temperature=0)])
+    assert "draft_stale" not in eng.stats().events
+    assert eng.stats().tokens_drafted > 0
+
+
+def test_sources_that_name_nothing_are_malformed():
+    class Odd(ScriptedDrafter):
+        def propose(self, request_ids, budget):
+            return [replace(d, sources=np.full(1, 200, np.uint8)) for d in super().propose(request_ids, budget)]
+
+    spec = engine(drafter=Odd(lambda r, done: ([1], None)))
+    spec.generate([request()])
+    assert spec.stats().events["draft_malformed"] > 0
+
+
 def test_drafts_never_exceed_the_budget_nor_the_room():
     spec = engine(drafter=ScriptedDrafter(lambda r, done: ([1] * 50, None)), budget=5)
     rows = []
@@ -312,6 +332,10 @@ def test_unsound_logits_name_the_request_and_emit_nothing():
             f"prompt token {VOCABULARY} is outside the vocabulary of {VOCABULARY}",
         ),
         (lambda: request(stop=("x",)), "give the engine `decode`"),
+        (lambda: request(logit_bias={99: 1.0}), "logit_bias names token 99, outside the vocabulary"),
+        (lambda: request(bad_words=((1, -1),)), "bad_words names token -1, outside the vocabulary"),
+        (lambda: request(allowed_token_ids=(99,)), "allowed_token_ids names token 99"),
+        (lambda: request(stop_token_ids=(99,)), "stop_token_ids names token 99"),
     ],
 )
 def test_requests_that_cannot_be_honoured_queue_nothing(bad, message):

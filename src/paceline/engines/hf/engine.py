@@ -22,6 +22,7 @@ from paceline.engines.hf.runner import Runner
 from paceline.sampling.accept import Verdict, VerifyRow, accept, chain_parents, limit_depth
 from paceline.sampling.stops import Decode, cut
 from paceline.schema import (
+    SOURCES,
     Draft,
     EngineStats,
     FinishReason,
@@ -102,10 +103,15 @@ class HFEngine:
         self._queue = Queue(self.config, self._runner.kv, self._stats)
         self._done: list[Rollout] = []
         self._closed = False
+        if drafter is not None:
+            drafter.on_weights(0)  # it may come from another engine, whose weights had moved on
 
     @classmethod
     def from_pretrained(cls, path: str, *, dtype: str = "float32", device: str = "cpu", **options: Any) -> "HFEngine":
-        """Load a model directory or hub id with its tokenizer; ``options`` are those of the constructor."""
+        """Load a model directory or hub id with its tokenizer; ``options`` are those of the constructor.
+
+        ``dtype`` is ``float32``, ``float64`` or ``bfloat16``.
+        """
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -115,8 +121,9 @@ class HFEngine:
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests; all of them are checked before any is queued.
 
-        Raises RequestError for an id that is in flight, a prompt that leaves no room in the context, a token outside
-        the vocabulary, stop strings without ``decode``, and a request that could never fit in ``kv_tokens``.
+        Raises RequestError for an id that is in flight, a prompt that leaves no room in the context, a token of the
+        prompt or of a parameter outside the vocabulary, stop strings without ``decode``, and a request that could never
+        fit in ``kv_tokens``.
         """
         self._check_open()
         samples = [sample for request in requests for sample in expand(request)]
@@ -270,6 +277,7 @@ class HFEngine:
             or bool(((tokens < 0) | (tokens >= self._runner.vocabulary)).any())
             or bool(((parents >= np.arange(len(parents))) | (parents < -1)).any())
             or (draft.sources is not None and len(draft.sources) != len(tokens))
+            or (draft.sources is not None and bool((np.asarray(draft.sources) >= len(SOURCES)).any()))
         )
         if malformed:
             self._stats.count("draft_malformed")

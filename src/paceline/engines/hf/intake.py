@@ -41,9 +41,22 @@ class Limits:
                 f"{name}: prompt token {outside[0]} is outside the vocabulary of {self.vocabulary}; "
                 "was it made by another tokenizer?"
             )
-        if request.params.stop and not self.has_decode:
+        params = request.params
+        named = {
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for word in params.bad_words for token in word],
+            "stop_token_ids": params.stop_token_ids,
+        }
+        for parameter, ids in named.items():
+            unknown = [token for token in ids if not 0 <= token < self.vocabulary]
+            if unknown:
+                raise RequestError(
+                    f"{name}: {parameter} names token {unknown[0]}, outside the vocabulary of {self.vocabulary}"
+                )
+        if params.stop and not self.has_decode:
             raise RequestError(f"{name} has stop strings; give the engine `decode`, or use stop_token_ids")
-        needs = min(length + request.params.max_tokens, self.context)
+        needs = min(length + params.max_tokens, self.context)
         if self.kv_tokens and needs > self.kv_tokens:
             raise RequestError(
                 f"{name} may need {needs} positions, engine.kv_tokens is {self.kv_tokens}; raise it or lower max_tokens"
