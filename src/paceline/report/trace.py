@@ -193,7 +193,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 class _StepOnly(msgspec.Struct):
@@ -237,7 +237,7 @@ def _nan_for_null(kind: type[RowT], row: Any) -> Any:
     return row
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -21,6 +21,8 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
+from paceline.report.trace import sync_folder
+
 _MARKER, _META, _TENSORS, _BLOB = "COMPLETE", "meta.json", ".safetensors", ".blob"
 _SCRATCH = ".writing-"
 # ``.old`` is a checkpoint of the same step that was about to be replaced when the process ended.
@@ -82,7 +84,7 @@ def save(
                 hashes[f"{name}{_BLOB}"] = _write(fresh / f"{name}{_BLOB}", blob)
             hashes[_META] = _write(fresh / _META, json.dumps({**meta, "step": step}, indent=2).encode())
             _write(fresh / _MARKER, json.dumps(hashes, indent=2).encode())
-            _sync(fresh)
+            sync_folder(fresh)
             _put_in_place(fresh, target)
     except OSError as error:
         warn("checkpoint_not_saved", f"step {step} was not saved in {directory}: {error}; the run goes on without it")
@@ -168,15 +170,6 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(directory: Path) -> None:
-    """Make the names in ``directory`` durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _put_in_place(fresh: Path, target: Path) -> None:
     """Rename; an older checkpoint of the same step stays readable as ``.old`` until the new one is there."""
     aside = target.with_name(f"{target.name}.old")
@@ -184,7 +177,7 @@ def _put_in_place(fresh: Path, target: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(target, aside)
     os.replace(fresh, target)
-    _sync(target.parent)
+    sync_folder(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
