@@ -166,6 +166,7 @@ def test_a_value_outside_an_enumeration_lists_the_valid_ones(override, message):
         "tasks.a.eval_prompts=-1",
         "engine.slots=0",
         "engine.max_batched_tokens=0",
+        "engine.max_batched_tokens=31",
         "engine.kv_tokens=-1",
         "engine.context=-1",
         "drafter.budget=-1",

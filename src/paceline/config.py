@@ -91,7 +91,8 @@ class EngineConfig(_Section):
 
     def __post_init__(self) -> None:
         _require(self.slots >= 1, "slots", self.slots, ">= 1")
-        _require(self.max_batched_tokens >= 1, "max_batched_tokens", self.max_batched_tokens, ">= 1")
+        least = f"at least slots ({self.slots}), so that every running request can decode"
+        _require(self.max_batched_tokens >= self.slots, "max_batched_tokens", self.max_batched_tokens, least)
         _require(self.kv_tokens >= 0, "kv_tokens", self.kv_tokens, ">= 0 (0 is no cap)")
         _require(self.context >= 0, "context", self.context, ">= 0 (0 is the model's own)")
 

@@ -362,11 +362,6 @@ def test_an_empty_prompt_is_refused():
         request(prompt=())
 
 
-def test_fewer_batched_tokens_than_slots_is_refused():
-    with pytest.raises(ValueError, match=r"max_batched_tokens=4 must be at least engine\.slots=8"):
-        engine(config=EngineConfig(slots=8, max_batched_tokens=4))
-
-
 def test_models_with_other_kinds_of_layers_are_refused():
     model = tiny()
     model.config.layer_types = ["full_attention", "linear_attention"]

@@ -83,11 +83,6 @@ class HFEngine:
         refit_names: Iterable[str] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        if self.config.max_batched_tokens < self.config.slots:
-            raise ValueError(
-                f"engine.max_batched_tokens={self.config.max_batched_tokens} must be at least engine.slots="
-                f"{self.config.slots}, so that every running request can decode"
-            )
         self.drafter = drafter
         self.budget = budget
         self.seed = seed
