@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-from paceline import __version__
 from paceline.config import Config, ConfigError, load_config
 from paceline.report import plots
 from paceline.report.example import Decode, Example, examples_html, make_examples
@@ -24,6 +24,7 @@ from paceline.report.metrics import (
 from paceline.report.trace import TraceError, read_metrics, write_atomically
 from paceline.schema import StepRecord
 
+_VERSION = version("paceline")
 #: Title, what it shows, and the function that draws it.
 _LEARNING = (("Reward", "Mean over the rollouts of a step.", plots.reward_plot),)
 _SPEED = (
@@ -86,7 +87,7 @@ def render(
             _details("Every step", _steps_table(records)),
             _details("Configuration", f"<pre>{escape(config_text)}</pre>") if config_text else "",
             _details("What each number means", _definitions()),
-            f"<footer>Written by paceline {escape(__version__)}.</footer>",
+            f"<footer>Written by paceline {escape(version('paceline'))}.</footer>",
         )
     )
     return (
