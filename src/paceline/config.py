@@ -44,7 +44,7 @@ class LoraConfig(_Section):
 
 
 class PolicyConfig(_Section):
-    """The policy: ``path`` is a model directory, a hub id, or ``smollm2-135m`` (fetched from a package).
+    """The policy: ``path`` is a model or adapter directory, a hub id, or ``smollm2-135m`` (fetched from a package).
 
     ``adapter`` is a directory with a LoRA warm-start; with ``lora`` null all weights train.
     """

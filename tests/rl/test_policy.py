@@ -341,3 +341,31 @@ def test_weights_can_be_borrowed_and_come_back(tiny):
     with pytest.raises(ModelError), policy.weights_of(start):
         policy.encode_prompt("")
     assert torch.equal(logprobs(policy), moved)
+
+
+def name_base(adapter, base):
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": base}))
+
+
+def test_an_adapter_as_the_path_stands_for_its_base_model_and_itself(tiny, tmp_path):
+    start = load(tiny, lora=LORA)
+    shake(start)
+    start.save_adapter(tmp_path)
+    name_base(tmp_path, str(tiny))
+    policy = load(tmp_path, lora=LORA)
+    assert (policy.config.path, policy.config.adapter) == (str(tiny), str(tmp_path))
+    for name, tensor in start.refit_tensors().items():
+        assert torch.equal(tensor, policy.refit_tensors()[name])
+
+
+def test_an_adapter_as_the_path_that_cannot_stand_for_a_model_is_refused(tiny, tmp_path):
+    load(tiny, lora=LORA).save_adapter(tmp_path)
+    with pytest.raises(ModelError, match="the adapter names no base model"):
+        load(tmp_path, lora=LORA)
+    name_base(tmp_path, str(tiny))
+    with pytest.raises(ModelError, match="is an adapter itself"):
+        load(tmp_path, lora=LORA, adapter=str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"cannot read adapter_config\.json"):
+        load(tmp_path, lora=LORA)

@@ -19,7 +19,7 @@ def warmup(
 ) -> None:
     """Teach the policy the form of an answer.
 
-    Trains on the tasks' reference answers and saves the result, for policy.adapter (LoRA) or policy.path."""
+    Trains on the tasks' reference answers and saves the result, a policy.path to start from."""
     with one_line_errors():
         from paceline.config import ConfigError, load_config
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paceline.config import LoraConfig
+from paceline.config import LoraConfig, PolicyConfig
 from paceline.rl.models import ModelError
 
 _ADAPTER = "default"
@@ -103,6 +104,28 @@ def merged_weight(layer: LoraLinear) -> Tensor:
     delta = (b @ a) * layer.scaling[_ADAPTER]
     # A Conv1D (GPT-2) keeps its weight as (in, out).
     return (base.to(wide) + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype)
+
+
+def unfold(config: PolicyConfig) -> PolicyConfig:
+    """``config`` itself, or where its path is an adapter's directory: the base model's path, and the adapter.
+
+    Raises ModelError where a second adapter is configured, or the adapter does not say what it was made for.
+    """
+    settings_file = Path(config.path).expanduser() / _CONFIG
+    if not settings_file.is_file():
+        return config
+    if config.adapter is not None:
+        raise ModelError(f"policy.path={config.path} is an adapter itself; leave policy.adapter out, or name its model")
+    try:
+        base = json.loads(settings_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"policy.path={config.path}: cannot read {_CONFIG}: {_one_line(error)}") from None
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"policy.path={config.path}: the adapter names no base model; set policy.path to that model and "
+            "policy.adapter to the adapter"
+        )
+    return replace(config, path=base, adapter=config.path)
 
 
 def read_adapter(directory: Path) -> tuple[LoraConfig, dict[str, Tensor]]:

@@ -47,9 +47,11 @@ class Policy:
     def load(cls, config: PolicyConfig, seed: int) -> "Policy":
         """The policy of ``config``; a fresh LoRA is a function of ``seed``. Raises ModelError or DataError, one line.
 
+        A ``path`` that is an adapter's directory stands for the adapter's base model and the adapter.
         With ``adapter`` and ``lora``, training goes on from the adapter, which must have the shape that ``lora`` says;
         with ``adapter`` alone it is merged into the weights, and all of them train.
         """
+        config = lora.unfold(config)
         source = resolve_model(config.path)
         device = _device(config.device)
         model, tokenizer = _pretrained(source, config)
