@@ -167,7 +167,8 @@ class Policy:
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the merged model and its tokenizer as an ordinary transformers directory."""
-        self.engine_model().save_pretrained(directory)
+        with _no_progress_bars():
+            self.engine_model().save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
     def logprobs(
@@ -187,25 +188,33 @@ def _device(name: str) -> torch.device:
         raise ModelError(f"policy.device={name}: not usable here ({reason}); set policy.device=auto") from None
 
 
-def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (on the CPU, so that a LoRA's random start is the same on every device) and tokenizer."""
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Within it transformers draws no bars of its own over those of the run."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=getattr(torch, config.dtype),
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"policy.path={config.path}: cannot be loaded as a causal language model: {reason}") from None
+        yield
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (on the CPU, so that a LoRA's random start is the same on every device) and tokenizer."""
+    try:
+        with _no_progress_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=getattr(torch, config.dtype),
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"policy.path={config.path}: cannot be loaded as a causal language model: {reason}") from None
     model, report = loaded
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
