@@ -23,6 +23,7 @@ from paceline.report.trace import read_metrics, read_trace
 from paceline.rl import checkpoint, loop
 from paceline.rl.folder import RunExistsError
 from paceline.rl.loop import train
+from paceline.schema import PacelineError
 from tiny_run import make_policy, tiny_config
 
 
@@ -172,6 +173,12 @@ def test_a_folder_with_a_run_is_not_mixed_with_another(policy, tmp_path):
     before = tokens(tmp_path / "run")
     train(config, overwrite=True)
     assert tokens(tmp_path / "run") == before
+
+
+def test_a_run_that_could_not_start_does_not_stand_in_the_way_of_the_next(policy, tmp_path):
+    with pytest.raises(PacelineError, match="no such directory"):
+        train(tiny_config(tmp_path / "typo", tmp_path / "run", "rl.steps=1"))
+    assert len(train(tiny_config(policy, tmp_path / "run", "rl.steps=1"))) == 1
 
 
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint(policy, tmp_path):

@@ -26,7 +26,8 @@ def claim(out: Path, config: Config, resume: bool, overwrite: bool) -> None:
             raise RunExistsError(
                 f"{out} cannot be resumed with other settings: {'; '.join(differing)}; A is the stored run, B this one"
             )
-    elif stored.is_file() and not overwrite:
+    elif not overwrite and ((out / METRICS).is_file() or (out / CHECKPOINTS).is_dir()):
+        # A configuration alone is what a run leaves that could not even start: it may be started again.
         raise RunExistsError(f"{out} holds a run already; --resume it, --overwrite it, or give another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
