@@ -113,7 +113,9 @@ class Draft(msgspec.Struct, kw_only=True, eq=False):
     """Tokens proposed to follow a request's ``length`` committed tokens (prompt included).
 
     A chain has ``parents`` None. In a tree, ``parents[i]`` is the index of node i's parent, smaller than i, or -1 for
-    the root. ``sources[i]`` indexes ``SOURCES``. A draft is void once the length or the policy version has moved.
+    the root. ``sources[i]`` indexes ``SOURCES``. ``probs[i]`` is the calibrated probability that node i is reached and
+    accepted; it never grows along a path. ``prefetched`` says that the draft was ready before it was asked for. A draft
+    is void once the length or the policy version has moved.
     """
 
     request_id: str
@@ -122,6 +124,8 @@ class Draft(msgspec.Struct, kw_only=True, eq=False):
     version: int = 0
     parents: Tokens | None = None
     sources: npt.NDArray[np.uint8] | None = None
+    probs: npt.NDArray[np.float32] | None = None
+    prefetched: bool = False
 
 
 class Outcome(msgspec.Struct, kw_only=True, eq=False):
