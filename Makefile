@@ -6,21 +6,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PINNED := $(PIP) install -qq -c constraints.txt
+# In place: modules come and go without a new installation, and the rule for .native builds what is compiled.
+EDITABLE := $(PINNED) --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -C wheel.py-api=py3
 
 # Spinning OpenMP threads take a shared machine's cores from each other; sleeping ones do not.
 export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 
+NATIVE := src/paceline/history/native
+NATIVE_FILES := $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
+NATIVE_TESTS := $(wildcard tests/history/native/*.h tests/history/native/*.cpp)
+CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPACELINE_WERROR=ON
+
 DEMO_OUT ?= runs/demo
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv assets test check demo bench docs clean
+.PHONY: help venv assets test check sanitize demo bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-venv: $(VENV)/.ready ## set up .venv with the pinned dependencies and this package, editable
+venv: $(VENV)/.native ## set up .venv with the pinned dependencies and this package, editable, its C++ built
 
 # torch comes first and alone: one pinned build, which everything after it finds in place.
 # The build backend is pinned like the rest, so the package builds without an isolated (unpinned) environment.
@@ -32,12 +39,25 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PINNED) torch
-	@$(PINNED) scikit-build-core
-	@$(PINNED) --no-build-isolation -e '.[dev]'
+	@$(PINNED) scikit-build-core nanobind cmake ninja
+	@$(EDITABLE) -e '.[dev]'
 	@touch $@
 
+# The extension is built into the tree, beside the Python that it serves. Without a compiler there is none, which is
+# said each time and stops nothing; C++ that does not compile stops everything.
+$(VENV)/.native: $(VENV)/.ready CMakeLists.txt $(NATIVE_FILES)
+	@mkdir -p build
+	@if $(CMAKE) -B build/native -DPython_EXECUTABLE=$(abspath $(BIN)/python) >build/native.log 2>&1; then \
+	  $(BIN)/cmake --build build/native >build/native.log 2>&1 || { cat build/native.log; exit 1; }; \
+	  $(BIN)/cmake --install build/native --prefix src >/dev/null && touch $@; \
+	else \
+	  rm -f src/paceline/history/_native.*.so; \
+	  echo "the native history index is not built: it takes a C++17 compiler and Python's headers (build/native.log)"; \
+	  echo "its Python version serves, with the same results, slower"; \
+	fi
+
 $(VENV)/.docs-ready: $(VENV)/.ready
-	@$(PINNED) --no-build-isolation -e '.[dev,docs]'
+	@$(EDITABLE) -e '.[dev,docs]'
 	@touch $@
 
 assets: venv ## fetch the demo's model and data into the user's cache (nothing to do when they are there)
@@ -49,8 +69,21 @@ test: assets ## run the tests
 check: venv ## lint, formatting, types, floors
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE_FILES) $(NATIVE_TESTS)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+sanitize: venv ## run the C++ tests under the sanitizers: addresses, undefined behaviour, threads
+	$(call sanitized,address,address$(comma)undefined)
+	$(call sanitized,thread,thread)
+
+comma := ,
+define sanitized
+	@$(CMAKE) -B build/sanitize-$(1) -DPACELINE_MODULE=OFF -DPACELINE_TESTS=ON -DPACELINE_SANITIZE=$(2) \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
+	@$(BIN)/cmake --build build/sanitize-$(1) -- --quiet
+	build/sanitize-$(1)/native_tests
+endef
 
 demo: assets ## train SmolLM2-135M on function calls with speculative rollouts; ends with a report
 	$(BIN)/paceline train examples/function_call.yaml --out $(DEMO_OUT) --overwrite
