@@ -1,0 +1,164 @@
+"""Which drafted nodes of a batch are verified: the most probable first, as many as the pass is worth."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from paceline.schema import Draft
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+#: Probability that a node is accepted after its parent was, as long as nobody knows better.
+PRIOR_ACCEPTANCE = 0.6
+
+
+class Nodes:
+    """The nodes of a batch's drafts laid end to end.
+
+    ``starts`` (D + 1) bounds each draft, ``draft_N`` names the draft of each node, ``parent_N`` the node above it (a
+    root's child points to itself), ``sources_N`` indexes ``schema.SOURCES`` ("other" where the draft says none), and
+    ``probs_N`` holds what the drafts claim, NaN where they claim nothing.
+    """
+
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        sizes = np.fromiter((len(draft.tokens) for draft in drafts), dtype=np.int64, count=len(drafts))
+        self.starts: Indices = np.concatenate([[0], np.cumsum(sizes)])
+        total = int(self.starts[-1])
+        self.draft_N: Indices = np.repeat(np.arange(len(drafts)), sizes)
+        self.probs_N: Floats = np.full(total, np.nan)
+        self.sources_N: npt.NDArray[np.uint8] = np.full(total, 4, dtype=np.uint8)
+        index = np.arange(total)
+        above_N = index - 1 - self.starts[self.draft_N]  # within the draft
+        self._are_chains = all(draft.parents is None for draft in drafts)
+        for draft, start, end in zip(drafts, self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
+            if draft.parents is not None:
+                above_N[start:end] = draft.parents
+            if draft.sources is not None:
+                self.sources_N[start:end] = draft.sources
+            if draft.probs is not None:
+                self.probs_N[start:end] = draft.probs
+        self.parent_N: Indices = np.where(above_N < 0, index, above_N + self.starts[self.draft_N])
+
+    def __len__(self) -> int:
+        return len(self.parent_N)
+
+    @property
+    def is_top_N(self) -> npt.NDArray[np.bool_]:
+        """Whether a node follows the committed tokens directly."""
+        is_top: npt.NDArray[np.bool_] = self.parent_N == np.arange(len(self))
+        return is_top
+
+    @property
+    def depth_N(self) -> Indices:
+        """The depth of each node, 1 for those that follow the committed tokens directly."""
+        if self._are_chains:
+            depth: Indices = np.arange(len(self)) - self.starts[self.draft_N] + 1
+            return depth
+        above, ancestor = (~self.is_top_N).astype(np.int64), self.parent_N
+        while not np.array_equal(ancestor, higher := ancestor[ancestor]):
+            above, ancestor = above + above[ancestor], higher
+        return above + above[ancestor] + 1
+
+    def capped_by_parents(self, probs_N: Floats) -> Floats:
+        """``probs_N`` as sound path probabilities: in [0, 1], and no node above its parent."""
+        probs_N = np.clip(np.nan_to_num(probs_N, nan=0.0), 0.0, 1.0)
+        ancestor = self.parent_N
+        while (probs_N > probs_N[ancestor]).any():
+            probs_N, ancestor = np.minimum(probs_N, probs_N[ancestor]), ancestor[ancestor]
+        return probs_N
+
+    def split(self, chosen: Indices) -> list[Indices]:
+        """Chosen nodes as one ascending array of own indices a draft."""
+        chosen = np.sort(chosen)
+        bounds = np.searchsorted(chosen, self.starts).tolist()
+        own = chosen - self.starts[self.draft_N[chosen]]
+        return [own[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+class Allocation(NamedTuple):
+    """What is verified: kept indices a draft, ascending; and the expected number of accepted nodes."""
+
+    keep: list[Indices]
+    expected: float
+
+
+def allocate(
+    nodes: Nodes,
+    probs_N: Floats,
+    *,
+    rows: int,
+    cost: Floats,
+    weights: Floats | None = None,
+    margin: float = 0.0,
+    least: int = 0,
+) -> Allocation:
+    """The set of nodes with the most expected tokens a second; none where that beats plain decoding by too little.
+
+    ``probs_N`` are path probabilities (see ``Nodes.capped_by_parents``), ``rows`` the decoding rows, ``cost[n]`` the
+    seconds of the pass with n drafted nodes in the batch (so at most ``len(cost) - 1`` are taken), ``weights`` one
+    factor a draft (mean 1 over the rows) for what a token of its request is worth. With values v = weight * p, the best
+    set of n nodes is the n largest, and it holds the parent of each of its nodes because v never grows down a path. So
+
+        n* = argmax (rows + v(1) + ... + v(n)) / cost(n)
+
+    is exact over all sets. n* counts only where its rate exceeds the plain one by the factor 1 + ``margin``. Otherwise
+    ``least`` nodes are taken (a probe), usually none. Ties take the fewer nodes.
+    """
+    order, value = _ranked(nodes, probs_N, weights)
+    most = min(len(order), len(cost) - 1)
+    rate = np.concatenate([[rows], rows + np.cumsum(value[:most])]) / cost[: most + 1]
+    count = int(rate.argmax())
+    if rate[count] <= rate[0] * (1 + margin):
+        count = min(least, most)
+    chosen = order[:count]
+    return Allocation(nodes.split(chosen), float(probs_N[chosen].sum()))
+
+
+def best_nodes(drafts: Sequence[Draft], total: int, weights: Sequence[float] | None = None) -> list[Indices]:
+    """The ``total`` most probable nodes of a batch, whatever a pass costs: kept indices a draft, ascending.
+
+    What is kept of a draft holds the parent of each of its nodes; ``pruned`` cuts a draft down to it. A draft without
+    ``probs`` counts as if each of its nodes were accepted with the probability ``PRIOR_ACCEPTANCE`` after its parent.
+    ``weights`` holds one factor a draft. Raises ValueError where they are not as many as the drafts.
+    """
+    if weights is not None and len(weights) != len(drafts):
+        raise ValueError(f"{len(weights)} weights for {len(drafts)} drafts")
+    nodes = Nodes(drafts)
+    probs_N = nodes.probs_N
+    if np.isnan(probs_N).any():
+        probs_N = np.where(np.isnan(probs_N), PRIOR_ACCEPTANCE**nodes.depth_N, probs_N)
+    factors = None if weights is None else np.asarray(weights, dtype=np.float64)
+    order, _ = _ranked(nodes, nodes.capped_by_parents(probs_N), factors)
+    return nodes.split(order[: max(total, 0)])
+
+
+def pruned(draft: Draft, keep: Indices) -> Draft:
+    """The part of a draft that ``keep`` names: ascending indices that hold the parent of each."""
+    if len(keep) == len(draft.tokens):
+        return draft
+    parents = draft.parents
+    if parents is not None:
+        renumbered = np.full(len(parents) + 1, -1, dtype=np.int32)
+        renumbered[keep] = np.arange(len(keep))
+        parents = renumbered[np.asarray(parents)[keep]]
+    return replace(
+        draft,
+        tokens=draft.tokens[keep],
+        parents=parents,
+        sources=None if draft.sources is None else draft.sources[keep],
+        probs=None if draft.probs is None else draft.probs[keep],
+    )
+
+
+def _ranked(nodes: Nodes, probs_N: Floats, weights: Floats | None) -> tuple[Indices, Floats]:
+    """Nodes by falling value, a parent before its child where they are equal; and the values in that order."""
+    value_N = (probs_N if weights is None else probs_N * weights[nodes.draft_N]).astype(np.float32)
+    # The bits of non-negative floats sort like the floats; with the index below them, one integer sort is stable.
+    low = np.arange(len(value_N) - 1, -1, -1)
+    key_N = np.sort((value_N.view(np.int32).astype(np.int64) << 32) | low)[::-1]
+    order: Indices = len(value_N) - 1 - (key_N & 0xFFFFFFFF)
+    return order, value_N[order].astype(np.float64)
