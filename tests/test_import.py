@@ -35,12 +35,13 @@ except SystemExit as done:
         "import paceline.config; paceline.config.load_config()",
         "import paceline.cli",
         "import paceline.report.metrics, paceline.report.trace, paceline.report.live, paceline.report.html",
+        "import paceline.simulate.run, paceline.simulate.plot",
         HELP.format(arguments=["--help"]),
         HELP.format(arguments=["train", "--help"]),
         HELP.format(arguments=["--version"]),
         HELP.format(arguments=["config", "rl.steps=3"]),
     ],
-    ids=["paceline", "config", "cli", "report", "help", "train help", "version", "config command"],
+    ids=["paceline", "config", "cli", "report", "replay", "help", "train help", "version", "config command"],
 )
 def test_nothing_heavy_is_loaded(code):
     assert loaded(code).isdisjoint(HEAVY)

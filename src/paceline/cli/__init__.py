@@ -8,12 +8,13 @@ from paceline import __version__
 from paceline.cli.assets import assets
 from paceline.cli.config import config
 from paceline.cli.diff import diff
+from paceline.cli.replay import replay
 from paceline.cli.report import report
 from paceline.cli.train import train
 from paceline.cli.warmup import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for _command in (train, warmup, diff, report, config, assets):
+for _command in (train, warmup, replay, diff, report, config, assets):
     app.command()(_command)
 
 

@@ -1,0 +1,1 @@
+"""What speculation would give: recorded rollouts replayed through drafters without a model."""

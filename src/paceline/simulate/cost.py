@@ -1,0 +1,136 @@
+"""What a pass would take: a measured step-time table, or a preset that was measured or published elsewhere."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from paceline.budget.steptime import StepTimeTable
+from paceline.schema import PacelineError
+
+
+class Cost(Protocol):
+    """Seconds of one pass."""
+
+    def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:
+        """``tokens`` in the batch over ``rows`` requests whose contexts hold ``kv_tokens``; NaN where unknown."""
+
+
+class MeasuredCost:
+    """A step-time table. Between measured row counts it interpolates at equal tokens a row; beyond the largest: NaN."""
+
+    def __init__(self, measurements: Sequence[tuple[int, int, float | Sequence[float]]]) -> None:
+        self._tables: dict[int, StepTimeTable] = {}
+        for rows, tokens, seconds in measurements:
+            table = self._tables.setdefault(rows, StepTimeTable())
+            for value in seconds if isinstance(seconds, Sequence) else [seconds]:
+                table.add(rows, tokens, value)
+        self._rows = sorted(self._tables)
+        self._seen: dict[tuple[int, int], float] = {}
+
+    @property
+    def most_rows(self) -> int:
+        """The largest batch that was measured."""
+        return self._rows[-1]
+
+    def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:  # noqa: ARG002
+        """Seconds of a pass. The context's part is in what was measured."""
+        place = (rows, tokens)
+        if place not in self._seen:
+            self._seen[place] = self._interpolate(rows, tokens / rows)
+        return self._seen[place]
+
+    def _interpolate(self, rows: int, tokens_per_row: float) -> float:
+        if rows > self.most_rows:
+            return math.nan
+        if rows <= self._rows[0]:
+            return self._at(self._rows[0], tokens_per_row)
+        low, high = next(pair for pair in itertools.pairwise(self._rows) if rows <= pair[1])
+        below, above = self._at(low, tokens_per_row), self._at(high, tokens_per_row)
+        return below + (above - below) * (rows - low) / (high - low)
+
+    def _at(self, rows: int, tokens_per_row: float) -> float:
+        """Seconds at a measured row count; linear between whole tokens a row."""
+        whole = math.floor(tokens_per_row)
+        table, part = self._tables[rows], tokens_per_row - whole
+        floor = table.seconds(rows, rows * whole)
+        return floor + part * (table.seconds(rows, rows * (whole + 1)) - floor) if part else floor
+
+
+class LinearCost:
+    """Seconds = ``per_kv_token`` * kv_tokens + ``per_token`` * tokens + ``base``."""
+
+    def __init__(self, per_kv_token: float, per_token: float, base: float) -> None:
+        self.per_kv_token = per_kv_token
+        self.per_token = per_token
+        self.base = base
+
+    def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:  # noqa: ARG002
+        """Seconds of a pass; rows cost only through their tokens."""
+        return self.per_kv_token * kv_tokens + self.per_token * tokens + self.base
+
+
+def _milliseconds(rows: int, points: dict[int, float]) -> list[tuple[int, int, float]]:
+    return [(rows, rows * tokens, value / 1000) for tokens, value in points.items()]
+
+
+#: SmolLM2-135M in float32 on one thread of an x86-64 server CPU, cache of 256 tokens: rows x tokens a row -> CPU ms.
+_SMOLLM2_CPU = [
+    *_milliseconds(1, {1: 85, 4: 165, 8: 189, 17: 242, 32: 293, 64: 471}),
+    *_milliseconds(8, {1: 216, 4: 364, 8: 461, 17: 809, 32: 1527, 64: 2946}),
+]
+
+#: Name -> (where it comes from, the cost).
+PRESETS: dict[str, tuple[str, Cost]] = {
+    "smollm2-cpu": ("SmolLM2-135M, float32, one CPU thread; measured at 1 and 8 rows", MeasuredCost(_SMOLLM2_CPU)),
+    "llama-3.1-8b-h100": (
+        "Llama-3.1-8B on an H100; the formula of SpecDecode-Bench (arXiv 2601.11580)",
+        LinearCost(3.93e-8, 2.10e-5, 5.886e-3),
+    ),
+}
+
+
+def load_cost(name: str) -> tuple[str, Cost]:
+    """A preset, or a JSON file of ``[[rows, tokens, seconds], ...]`` or with such a list as ``step_times``.
+
+    Returns what it is, in words, and the cost. Raises PacelineError in one line for anything else.
+    """
+    if name in PRESETS:
+        source, cost = PRESETS[name]
+        return f"{name}: {source}", cost
+    path = Path(name)
+    if not path.is_file():
+        raise PacelineError(f"--cost {name}: no such file, and no preset; presets: {', '.join(PRESETS)}")
+    try:
+        content: Any = msgspec.json.decode(path.read_bytes())
+        rows = content["step_times"] if isinstance(content, dict) else content
+        table = msgspec.convert(rows, list[tuple[int, int, float | list[float]]])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+        raise PacelineError(
+            f"--cost {name}: not a table of [rows, tokens, seconds], nor a file with one as step_times: {error}"
+        ) from None
+    values = [(r, t, s if isinstance(s, list) else [s]) for r, t, s in table]
+    if not values or not all(1 <= r <= t and s and min(s) > 0 and math.isfinite(sum(s)) for r, t, s in values):
+        raise PacelineError(
+            f"--cost {name}: needs entries [rows, tokens, seconds] with tokens >= rows >= 1, seconds > 0"
+        )
+    return f"{name}: measured", MeasuredCost(values)
+
+
+def plain_passes(lengths: Sequence[int], contexts: Sequence[int], slots: int) -> Iterator[tuple[int, int, float]]:
+    """(passes, rows, mean cached tokens) of plain decoding: one token a row and pass, refilled in order.
+
+    ``lengths`` are response tokens, ``contexts`` prompt tokens.
+    """
+    waiting = list(zip(lengths, contexts, strict=True))[::-1]
+    running: list[tuple[int, int]] = []
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append(waiting.pop())
+        passes = min(left for left, _ in running)
+        rows = len(running)
+        yield passes, rows, sum(held for _, held in running) + rows * (passes - 1) / 2
+        running = [(left - passes, held + passes) for left, held in running if left > passes]

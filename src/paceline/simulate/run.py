@@ -1,0 +1,124 @@
+"""A whole replay: traces through drafters, and the one record that tells what came out."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from paceline.drafters.base import Drafter
+from paceline.history.snapshot import decode_snapshot
+from paceline.schema import PacelineError
+from paceline.simulate.cost import load_cost
+from paceline.simulate.drafters import drafter_by_name
+from paceline.simulate.files import Warn
+from paceline.simulate.logs import read_steps, trace_name
+from paceline.simulate.overlap import TraceStatistics
+from paceline.simulate.replay import Replay
+from paceline.simulate.results import ReplayResult, TraceEpoch, TraceResult
+
+
+def _nobody(_: str) -> None:
+    """Takes the warnings of a replay that nobody watches."""
+
+
+def replay_traces(
+    traces: Sequence[Path],
+    drafters: Sequence[str],
+    *,
+    budget: int = 16,
+    batch: int | None = None,
+    offer: int | None = None,
+    cost: str | None = None,
+    tokenizer: str | None = None,
+    warm: Path | None = None,
+    warn: Warn = _nobody,
+    on_trace: Callable[[str, TraceResult], Any] = lambda _name, _trace: None,
+) -> ReplayResult:
+    """Replay every trace through every drafter, each with a history of its own.
+
+    ``drafters`` are names as ``drafter_by_name`` takes them; ``offer`` switches the pooled budget on, see ``Replay``;
+    ``cost`` is what ``load_cost`` takes; ``warm`` a history snapshot that every drafter starts from. ``on_trace`` hears
+    of each trace when it is done. Raises PacelineError in one line for input that cannot be used.
+    """
+    source, table = (None, None) if cost is None else load_cost(cost)
+    names = list(dict.fromkeys(drafters))
+    # Built here, so that a bad name ends the call before the first trace, not after it.
+    probes = {name: drafter_by_name(name) for name in names}
+    snapshot = None if warm is None else _read_snapshot(warm, probes)
+    takes = {name: snapshot is not None and hasattr(probe, "restore") for name, probe in probes.items()}
+    result = ReplayResult(
+        version=version("paceline"),
+        state="cold" if warm is None else "warm",
+        warm_from=None if warm is None else str(warm),
+        budget=budget,
+        batch=batch,
+        pool=offer is not None,
+        offer=offer,
+        cost=source,
+        traces={},
+    )
+    for path in traces:
+        replays = {
+            name: Replay(_warmed(drafter_by_name(name), snapshot), budget, batch, offer, table) for name in names
+        }
+        statistics = TraceStatistics(budget, batch)
+        steps = 0
+        for step in read_steps(path, tokenizer, warn):
+            requests = step.requests()
+            statistics.add(step)
+            for name, replay in replays.items():
+                try:
+                    replay.play(step, requests)
+                except PacelineError as error:
+                    raise PacelineError(f"{path}, step {step.number}, drafter {name}: {error}") from None
+            steps += 1
+        done = _trace_result(statistics, steps, replays)
+        for name, measured in done.drafters.items():
+            measured.state = "warm" if takes[name] else "cold"
+        name = _free_name(trace_name(path), result.traces)
+        result.traces[name] = done
+        on_trace(name, done)
+    return result
+
+
+def _free_name(name: str, taken: dict[str, TraceResult]) -> str:
+    """``name``, numbered where another trace of the call has it already."""
+    if name not in taken:
+        return name
+    return next(free for number in itertools.count(2) if (free := f"{name} ({number})") not in taken)
+
+
+def _warmed(drafter: Drafter, data: bytes | None) -> Drafter:
+    """The drafter, with a snapshot's history where one is given and it takes one."""
+    if data is not None and hasattr(drafter, "restore"):
+        drafter.restore(decode_snapshot(data))
+    return drafter
+
+
+def _read_snapshot(path: Path, drafters: dict[str, Drafter]) -> bytes:
+    if not any(hasattr(drafter, "restore") for drafter in drafters.values()):
+        raise PacelineError(f"--warm: none of {', '.join(drafters)} takes a snapshot; leave it out")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PacelineError(f"--warm {path}: cannot be read: {error.strerror or error}") from None
+
+
+def _trace_result(statistics: TraceStatistics, steps: int, replays: dict[str, Replay]) -> TraceResult:
+    return TraceResult(
+        rollouts=statistics.rollouts,
+        tokens=statistics.tokens,
+        steps=steps,
+        overlap_previous_epoch=statistics.overlap(),
+        mean_run=statistics.mean_run(),
+        oracle_tokens_per_forward=statistics.oracle(),
+        oracle_tokens_per_forward_last30=statistics.oracle_last(),
+        by_epoch={
+            str(epoch): TraceEpoch(
+                overlap_previous_epoch=statistics.overlap(epoch), oracle_tokens_per_forward=statistics.oracle(epoch)
+            )
+            for epoch in statistics.epochs()
+        },
+        drafters={name: replay.result() for name, replay in replays.items()},
+    )
