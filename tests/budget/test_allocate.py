@@ -138,8 +138,8 @@ def test_probabilities_that_grow_down_a_path_are_cut_to_their_parents():
 
 def test_depths_count_from_the_committed_tokens():
     nodes = Nodes([draft([1.0] * 3), draft([]), draft([1.0] * 5, [-1, -1, 0, 2, 1])])
-    assert nodes.depth_N.tolist() == [1, 2, 3, 1, 1, 2, 3, 2]
-    assert Nodes([draft([1.0] * 2), draft([1.0])]).depth_N.tolist() == [1, 2, 1]
+    assert nodes.depths().tolist() == [1, 2, 3, 1, 1, 2, 3, 2]
+    assert Nodes([draft([1.0] * 2), draft([1.0])]).depths().tolist() == [1, 2, 1]
     assert len(Nodes([])) == 0
 
 

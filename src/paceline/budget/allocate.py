@@ -1,7 +1,8 @@
 """Which drafted nodes of a batch are verified: the most probable first, as many as the pass is worth."""
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,37 +47,43 @@ class Nodes:
     def __len__(self) -> int:
         return len(self.parent_N)
 
-    @property
-    def is_top_N(self) -> npt.NDArray[np.bool_]:
+    def tops(self) -> npt.NDArray[np.bool_]:
         """Whether a node follows the committed tokens directly."""
         is_top: npt.NDArray[np.bool_] = self.parent_N == np.arange(len(self))
         return is_top
 
-    @property
-    def depth_N(self) -> Indices:
+    def depths(self) -> Indices:
         """The depth of each node, 1 for those that follow the committed tokens directly."""
         if self._are_chains:
             depth: Indices = np.arange(len(self)) - self.starts[self.draft_N] + 1
             return depth
-        above, ancestor = (~self.is_top_N).astype(np.int64), self.parent_N
-        while not np.array_equal(ancestor, higher := ancestor[ancestor]):
-            above, ancestor = above + above[ancestor], higher
-        return above + above[ancestor] + 1
+        return self._down_paths(np.ones(len(self), dtype=np.int64), np.add)
+
+    def path_products(self, shares_N: Floats) -> Floats:
+        """The product of ``shares_N`` over each node and all its ancestors."""
+        return self._down_paths(shares_N, np.multiply)
 
     def capped_by_parents(self, probs_N: Floats) -> Floats:
         """``probs_N`` as sound path probabilities: in [0, 1], and no node above its parent."""
         probs_N = np.clip(np.nan_to_num(probs_N, nan=0.0), 0.0, 1.0)
-        ancestor = self.parent_N
-        while (probs_N > probs_N[ancestor]).any():
-            probs_N, ancestor = np.minimum(probs_N, probs_N[ancestor]), ancestor[ancestor]
+        if (probs_N > probs_N[self.parent_N]).any():
+            probs_N = self._down_paths(probs_N, np.minimum)
         return probs_N
+
+    def _down_paths(self, values_N: npt.NDArray[Any], join: np.ufunc) -> npt.NDArray[Any]:
+        """``join`` of the values of each node and all its ancestors, in as many rounds as the depth has bits."""
+        above_N, has_above_N = self.parent_N, ~self.tops()
+        while has_above_N.any():
+            values_N = np.where(has_above_N, join(values_N, values_N[above_N]), values_N)
+            has_above_N, above_N = has_above_N & has_above_N[above_N], above_N[above_N]
+        return values_N
 
     def split(self, chosen: Indices) -> list[Indices]:
         """Chosen nodes as one ascending array of own indices a draft."""
         chosen = np.sort(chosen)
         bounds = np.searchsorted(chosen, self.starts).tolist()
         own = chosen - self.starts[self.draft_N[chosen]]
-        return [own[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [own[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 class Allocation(NamedTuple):
@@ -130,7 +137,7 @@ def best_nodes(drafts: Sequence[Draft], total: int, weights: Sequence[float] | N
     nodes = Nodes(drafts)
     probs_N = nodes.probs_N
     if np.isnan(probs_N).any():
-        probs_N = np.where(np.isnan(probs_N), PRIOR_ACCEPTANCE**nodes.depth_N, probs_N)
+        probs_N = np.where(np.isnan(probs_N), PRIOR_ACCEPTANCE ** nodes.depths(), probs_N)
     factors = None if weights is None else np.asarray(weights, dtype=np.float64)
     order, _ = _ranked(nodes, nodes.capped_by_parents(probs_N), factors)
     return nodes.split(order[: max(total, 0)])
