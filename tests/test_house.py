@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "paceline"
 ROOMS = (".ci", "benchmarks", "docs", "examples", "src", "tests")
 MODULES = sorted(PACKAGE.rglob("*.py"))
+CPP = sorted(path for room in ("src", "tests") for path in (ROOT / room).rglob("*") if path.suffix in (".h", ".cpp"))
 LONGEST_MODULE_LINES = 400
 # Written in pieces, so that this file does not contain what it looks for.
 MACHINE_PATHS = re.compile(r"(?<![\w.~$}/-])/(?:" + "|".join(("root", "home", "work", "Users")) + r")/")
@@ -89,8 +90,12 @@ def test_every_module_says_what_it_is_for() -> None:
     assert silent == []
 
 
+def test_every_file_of_cpp_says_what_it_is_for() -> None:
+    assert [str(path.relative_to(ROOT)) for path in CPP if not path.read_text(encoding="utf-8").startswith("// ")] == []
+
+
 def test_modules_can_be_read_in_one_sitting() -> None:
-    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in MODULES + CPP}
     assert {name: count for name, count in lines.items() if count > LONGEST_MODULE_LINES} == {}
 
 
@@ -170,8 +175,9 @@ def test_every_dependency_is_pinned_once_and_exactly() -> None:
     assert inexact == []
     names = [re.sub("[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
     assert sorted(names) == sorted(set(names))
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    asked = settings["dependencies"] + [need for extra in settings["optional-dependencies"].values() for need in extra]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, asked = settings["project"], ["cmake", "ninja", *settings["build-system"]["requires"]]
+    asked += project["dependencies"] + [need for extra in project["optional-dependencies"].values() for need in extra]
     wanted = {re.sub("[-_.]+", "-", re.match(r"[\w.-]+", need)[0]).lower() for need in asked} - {"paceline"}
     assert wanted - set(names) == set()
 

@@ -4,8 +4,6 @@ import os
 from importlib import import_module
 from types import ModuleType
 
-from paceline import __version__
-
 _EXTENSION = "paceline.history._native"
 
 
@@ -26,16 +24,10 @@ def _attempt() -> tuple[ModuleType | None, str]:
     if os.environ.get("PACELINE_NATIVE") == "0":
         return None, "PACELINE_NATIVE=0 switches the native history index off"
     try:
-        module = import_module(_EXTENSION)
+        return import_module(_EXTENSION), ""
     except ModuleNotFoundError as error:
         if error.name != _EXTENSION:
             raise
         return None, "the native history index is not built; install paceline again where a C++17 compiler is present"
     except ImportError as error:
         return None, f"the native history index cannot be loaded: {' '.join(str(error).split())}"
-    if module.version() != __version__:
-        return None, (
-            f"the native history index was built from paceline {module.version()} and this is {__version__}; "
-            "install paceline again"
-        )
-    return module, ""

@@ -1,4 +1,4 @@
-// The version that the extension was built from, so that an extension left over from an older one is noticed.
+// The version of paceline that the extension was built from.
 #pragma once
 
 namespace paceline {
