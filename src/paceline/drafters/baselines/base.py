@@ -37,6 +37,11 @@ class Live:
         """The last ``length`` tokens of the context."""
         return self.context[-length:] if length else []
 
+    def prompt_tail(self, length: int) -> list[int]:
+        """The last ``length`` tokens of the prompt."""
+        prompt: list[int] = self.request.prompt[-length:].tolist() if length else []
+        return prompt
+
 
 class Baseline:
     """Implements ``drafters.base.Drafter`` but for the four hooks below.

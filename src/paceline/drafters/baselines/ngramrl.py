@@ -89,8 +89,8 @@ class NgramRLDrafter(Baseline):
     def end(self, live: Live, tokens: list[int], remember: bool) -> None:
         """The output becomes a source."""
         memory = self._memories[live.request.prompt_key]
-        anchor = live.request.prompt.tolist()[-self.anchor :] if self.anchor else []
-        memory.end(self._visits.pop(live.name), anchor + tokens if remember else None)
+        output = live.prompt_tail(self.anchor) + tokens if remember else None
+        memory.end(self._visits.pop(live.name), output)
         memory.keep(self.window_epochs, self.window)
 
     def draft(self, live: Live, budget: int) -> Proposal | None:

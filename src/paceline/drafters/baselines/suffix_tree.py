@@ -86,7 +86,7 @@ class SuffixTreeDrafter(Baseline):
             text = self._texts[live.name] = SuffixAutomaton()
             text.append(_OWN, live.context)
         if self.siblings:
-            outputs.append(self._numbers[live.name], live.tail(self.anchor))
+            outputs.append(self._numbers[live.name], live.prompt_tail(self.anchor))
 
     def extend(self, live: Live, tokens: list[int], outcome: Outcome) -> None:  # noqa: ARG002
         """Both trees grow."""
@@ -102,7 +102,7 @@ class SuffixTreeDrafter(Baseline):
         self._texts.pop(live.name, None)
         self._in_flight.remove(number)
         if remember and not self.siblings:
-            outputs.append(number, live.request.prompt.tolist()[-self.anchor :] * bool(self.anchor) + tokens)
+            outputs.append(number, live.prompt_tail(self.anchor) + tokens)
         elif not remember and self.siblings:
             outputs.drop(number)
         if remember:
