@@ -1,7 +1,7 @@
 """The seam between an engine and whoever proposes its drafts."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest
 
@@ -23,3 +23,11 @@ class Drafter(Protocol):
 
     def on_weights(self, version: int) -> None:
         """The policy moved to ``version``."""
+
+
+@runtime_checkable
+class Prefetcher(Protocol):
+    """What a drafter may offer beside: work while the policy verifies."""
+
+    def verifying(self, drafts: Sequence[Draft]) -> None:
+        """The pass over these drafts begins now; returns at once."""

@@ -1,159 +1,126 @@
-"""Drafts from history: the longest match among earlier rollouts of the same prompt, live siblings and the own text."""
+"""Drafts from history: what was said before, by the request itself, its siblings, earlier rollouts and other prompts."""
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+import xxhash
 
-from paceline.history.index import PromptIndex
-from paceline.history.snapshot import HistorySnapshot
-from paceline.schema import SOURCES, Draft, Outcome, Rollout, RolloutRequest, as_tokens
-
-#: Sequences begin with the last tokens of their prompt, so that a response is found from its first token on.
-_ANCHOR = 8
-_PROMPT_NAME = "prompt"
-_PROMPT, _SIBLING, _HISTORY = (SOURCES.index(name) for name in ("prompt", "sibling", "history"))
+from paceline.config import HistoryConfig
+from paceline.history import Settings, make_history
+from paceline.history.base import Bytes, Int32s, Int64s
+from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
 
-@dataclass
 class _Live:
-    """A request in flight: the tail of its context and its total length."""
+    """A request in flight: its number in the history and its total length in tokens."""
 
-    request: RolloutRequest
-    context: list[int]
-    length: int
+    __slots__ = ("length", "number")
+
+    def __init__(self, number: int, length: int) -> None:
+        self.number = number
+        self.length = length
 
 
 class HistoryDrafter:
-    """Implements ``drafters.base.Drafter`` with one ``PromptIndex`` per prompt.
+    """Implements ``drafters.base.Drafter`` over ``history.base.History``.
 
-    ``window`` rollouts are remembered per prompt. With ``siblings`` the tokens of requests in flight are drafted from
-    as soon as they are emitted. A match shorter than ``min_match`` drafts nothing, one of m tokens at most
-    ``factor`` * m (0: no such limit). The prompt itself is a source too.
+    Every draft is a tree of the most probable prefixes, with calibrated probabilities, from four tiers of evidence:
+    the request's own text, live siblings, earlier rollouts of the same prompt, and other prompts. ``salt`` keys the
+    hashes that stand for prompts; None draws one. ``native`` False takes the plain-Python history.
     """
 
-    def __init__(
-        self, window: int = 16, min_match: int = 1, max_match: int = 32, factor: float = 2.0, siblings: bool = True
-    ) -> None:
-        self.window = window
-        self.min_match = min_match
-        self.max_match = max_match
-        self.factor = factor
-        self.siblings = siblings
+    def __init__(self, settings: Settings | None = None, salt: int | None = None, native: bool = True) -> None:
+        self.settings = settings or Settings()
+        self.salt = secrets.randbits(64) if salt is None else salt
+        self.history = make_history(self.settings, native=native)
         self._version = 0
-        self._remembered = 0
-        self._indexes: dict[str, PromptIndex] = {}
+        self._started = 0
         self._live: dict[str, _Live] = {}
 
+    @classmethod
+    def from_config(cls, config: HistoryConfig, salt: int | None = None) -> Self:
+        """The drafter that a configuration asks for."""
+        return cls(
+            Settings(
+                window=config.window,
+                elsewhere_tokens=config.elsewhere_tokens,
+                cap_bytes=config.cap_mib << 20,
+                siblings=config.siblings,
+                floor=config.floor,
+                matches=config.matches,
+                threads=config.threads,
+            ),
+            salt,
+        )
+
     def start(self, requests: Sequence[RolloutRequest]) -> None:
-        """Requests become known; their prompts are indexed once."""
-        for request in requests:
-            prompt = request.prompt.tolist()
-            index = self._index(request.prompt_key, prompt)
-            self._live[request.request_id] = _Live(request, list(prompt), len(prompt))
-            if self.siblings:
-                index.append(_live_name(request.request_id), prompt[-_ANCHOR:])
+        """Requests become known; those of one ``prompt_key`` share a memory."""
+        numbers = np.arange(self._started, self._started + len(requests), dtype=np.int64)
+        self._started += len(requests)
+        for number, request in zip(numbers.tolist(), requests, strict=True):
+            self._live[request.request_id] = _Live(number, len(request.prompt))
+        shards = np.array([self._shard(request.prompt_key) for request in requests], dtype=np.int64)
+        self.history.start_batch(numbers, shards, *flat([request.prompt for request in requests]))
 
     def propose(self, request_ids: Sequence[str], budget: int) -> list[Draft]:
-        """A chain for each request whose context matches something, at most ``budget`` tokens."""
-        drafts = (self._propose(self._live[name], budget) for name in request_ids)
-        return [draft for draft in drafts if draft is not None]
+        """A tree for each request whose context matches something, at most ``budget`` nodes."""
+        live = [self._live[name] for name in request_ids]
+        tokens, parents, probs, sources, offsets, ready = self.history.propose_batch(_numbers(live), budget)
+        drafts = []
+        bounds = offsets.tolist()
+        for index, (name, request) in enumerate(zip(request_ids, live, strict=True)):
+            first, last = bounds[index], bounds[index + 1]
+            if first == last:
+                continue
+            drafts.append(
+                Draft(
+                    request_id=name,
+                    tokens=tokens[first:last],
+                    length=request.length,
+                    version=self._version,
+                    parents=parents[first:last],
+                    sources=sources[first:last],
+                    probs=probs[first:last],
+                    prefetched=bool(ready[index]),
+                )
+            )
+        return drafts
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Emitted tokens extend the contexts and, with ``siblings``, the index at once."""
-        for outcome in outcomes:
-            live = self._live[outcome.request_id]
-            tokens = outcome.tokens.tolist()
-            live.context += tokens
-            live.length += len(tokens)
-            if self.siblings:
-                self._indexes[live.request.prompt_key].append(_live_name(outcome.request_id), tokens)
+        """Emitted tokens extend the contexts; siblings may draft from them at once."""
+        live = [self._live[outcome.request_id] for outcome in outcomes]
+        for request, outcome in zip(live, outcomes, strict=True):
+            request.length += len(outcome.tokens)
+        self.history.commit_batch(_numbers(live), *flat([outcome.tokens for outcome in outcomes]))
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
         """Complete responses become history; aborted ones are forgotten."""
-        for rollout in rollouts:
-            live = self._live.pop(rollout.request_id)
-            index = self._indexes[live.request.prompt_key]
-            name = _live_name(rollout.request_id)
-            if name in index:
-                index.evict(name)
-            if rollout.finish_reason != "abort":
-                self._remember(index, live.request.prompt.tolist()[-_ANCHOR:] + rollout.tokens.tolist())
+        live = [self._live.pop(rollout.request_id) for rollout in rollouts]
+        keep: Bytes = np.array([rollout.finish_reason != "abort" for rollout in rollouts], dtype=np.uint8)
+        self.history.finish_batch(_numbers(live), keep)
 
     def on_weights(self, version: int) -> None:
-        """Drafts carry the version of the weights that will verify them."""
+        """Drafts carry the version of the weights that will verify them, and history ages by it."""
         self._version = version
+        self.history.set_version(version)
 
-    def snapshot(self) -> HistorySnapshot:
-        """The prompts and their finished sequences, oldest first; what is in flight is not part of it."""
-        return {
-            key: [list(index.tokens(name)) for name in (_PROMPT_NAME, *index.finished())]
-            for key, index in self._indexes.items()
-        }
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the memory of responses takes."""
+        return self.history.nbytes
 
-    def restore(self, snapshot: HistorySnapshot) -> None:
-        """Take over a snapshot, behind what is already held."""
-        for key, (prompt, *sequences) in snapshot.items():
-            index = self._index(key, prompt)
-            for sequence in sequences:
-                self._remember(index, sequence)
-
-    def _remember(self, index: PromptIndex, tokens: list[int]) -> None:
-        self._remembered += 1
-        name = f"history/{self._remembered}"
-        index.append(name, tokens)
-        index.finish(name)
-
-    def _index(self, key: str, prompt: list[int]) -> PromptIndex:
-        """The memory of a prompt; the prompt itself is its oldest sequence."""
-        if key not in self._indexes:
-            index = self._indexes[key] = PromptIndex(self.window, self.max_match)
-            index.append(_PROMPT_NAME, prompt)
-        return self._indexes[key]
-
-    def _propose(self, live: _Live, budget: int) -> Draft | None:
-        index = self._indexes[live.request.prompt_key]
-        own = _live_name(live.request.request_id)
-        tokens, sequences = continuation(index, live.context[-self.max_match :], budget, self.min_match, self.factor)
-        if not tokens:
-            return None
-        return Draft(
-            request_id=live.request.request_id,
-            tokens=as_tokens(tokens),
-            length=live.length,
-            version=self._version,
-            sources=np.array([_source(sequence, own) for sequence in sequences], dtype=np.uint8),
-        )
+    def _shard(self, prompt_key: str) -> int:
+        return xxhash.xxh3_64_intdigest(prompt_key.encode(), seed=self.salt) - (1 << 63)
 
 
-def continuation(
-    index: PromptIndex, context: list[int], budget: int, min_match: int, factor: float
-) -> tuple[list[int], list[str]]:
-    """The tokens that followed the longest match, and the sequence each was copied from.
-
-    A copy that runs into the end of its sequence, such as the frontier of a live sibling, goes on from the longest
-    match of the context and what was copied.
-    """
-    tokens: list[int] = []
-    sequences: list[str] = []
-    while len(tokens) < budget:
-        match = index.longest_match(context + tokens)
-        if match is None or match.length < min_match:
-            break
-        if not tokens and factor:
-            budget = min(budget, max(1, int(factor * match.length)))
-        copied = index.tokens(match.sequence)[match.end : match.end + budget - len(tokens)]
-        tokens += copied
-        sequences += [match.sequence] * len(copied)
-    return tokens, sequences
+def _numbers(live: Sequence[_Live]) -> Int64s:
+    return np.array([request.number for request in live], dtype=np.int64)
 
 
-def _live_name(request_id: str) -> str:
-    return f"live/{request_id}"
-
-
-def _source(sequence: str, own: str) -> int:
-    """Where a sequence's tokens come from, seen from the request with the live sequence ``own``."""
-    if sequence in (_PROMPT_NAME, own):
-        return _PROMPT
-    return _SIBLING if sequence.startswith("live/") else _HISTORY
+def flat(parts: Sequence[Tokens]) -> tuple[Int32s, Int64s]:
+    """The parts end to end, and where each begins and the last ends."""
+    offsets = np.zeros(len(parts) + 1, dtype=np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    return as_tokens(np.concatenate(parts)) if parts else as_tokens([]), offsets
