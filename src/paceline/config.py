@@ -116,6 +116,25 @@ class DrafterConfig(_Section):
         _require(self.window >= 1, "window", self.window, ">= 1 rollout per prompt")
 
 
+class BudgetConfig(_Section):
+    """How much of what is offered is verified.
+
+    ``adaptive`` measures what passes cost and verifies what pays, down to nothing. Drafts then depend on the clock:
+    tokens are the same on equal logits, but in float32 the shape of a pass moves the last bits of its logits, so that
+    near ties may fall differently from run to run. ``fixed`` verifies every offered node, and a run repeats bit for bit.
+    """
+
+    mode: Literal["adaptive", "fixed"] = "adaptive"
+    margin: float = 0.03
+    probe_share: float = 0.005
+    stragglers: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.margin < math.inf, "margin", self.margin, "finite and >= 0")
+        _require(0 <= self.probe_share <= 0.2, "probe_share", self.probe_share, "in [0, 0.2]")
+        _require(0 <= self.stragglers <= 4, "stragglers", self.stragglers, "in [0, 4] (0 is no weight)")
+
+
 class RLConfig(_Section):
     """GRPO. ``clip_high`` above ``clip_low`` is DAPO's clip-higher; ``overlong_buffer`` > 0 its overlong shaping.
 
@@ -187,6 +206,7 @@ class Config(_Section):
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     drafter: DrafterConfig = msgspec.field(default_factory=DrafterConfig)
+    budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     rl: RLConfig = msgspec.field(default_factory=RLConfig)
     check: CheckConfig = msgspec.field(default_factory=CheckConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
@@ -238,6 +258,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "engine.kv_tokens",
     "engine.share_prompts",
     "drafter",
+    "budget",
     "check",
     "checkpoint",
     "rl.steps",

@@ -86,13 +86,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
-    """One prompt to answer. Requests of one ``group`` are siblings: they share a prompt, which ``prompt_key`` names."""
+    """One prompt to answer. Requests of one ``group`` are siblings: they share a prompt, which ``prompt_key`` names.
+
+    With ``speculate`` false nothing is drafted for it.
+    """
 
     request_id: str
     prompt: Tokens
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     group: str = ""
     prompt_key: str = ""
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
@@ -167,7 +171,14 @@ class Rollout(msgspec.Struct, kw_only=True, eq=False):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Counters of an engine since it was built. Times are seconds, ``events`` counts named fallbacks and faults."""
+    """Counters of an engine since it was built. Times are seconds, ``events`` counts named fallbacks and faults.
+
+    Of the passes that decoded, ``passes_plain`` verified no draft and ``passes_probed`` a few against the expectation.
+    ``nodes_offered`` counts proposed nodes, ``tokens_drafted`` those that were verified, ``tokens_expected`` what the
+    budget expected the passes to emit. ``drafts_asked`` counts requests for which a draft was asked for, and
+    ``drafts_prefetched`` those whose draft was ready. ``pass_seconds`` is what the passes took, drafting included, and
+    ``plain_seconds`` what plain passes would have taken for the same tokens.
+    """
 
     forwards: int = 0
     row_forwards: int = 0
@@ -181,6 +192,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
     accept_seconds: float = 0.0
+    passes_plain: int = 0
+    passes_probed: int = 0
+    nodes_offered: int = 0
+    tokens_expected: float = 0.0
+    drafts_asked: int = 0
+    drafts_prefetched: int = 0
+    pass_seconds: float = 0.0
+    plain_seconds: float = 0.0
     events: dict[str, int] = {}
 
     def count(self, event: str, times: int = 1) -> None:

@@ -110,13 +110,6 @@ def test_the_pass_has_no_more_nodes_than_there_are_prices():
     assert len(allocate(nodes, nodes.probs_N, rows=1, cost=np.ones(4)).keep[0]) == 3
 
 
-def test_a_probe_takes_its_nodes_although_they_do_not_pay():
-    nodes = Nodes([draft([0.1, 0.01]), draft([0.2])])
-    cost = 1.0 + np.arange(4)
-    probed = allocate(nodes, nodes.probs_N, rows=2, cost=cost, least=2)
-    assert [k.tolist() for k in probed.keep] == [[0], [0]]
-
-
 def test_a_heavier_request_gets_the_nodes():
     light, heavy = draft([0.6, 0.5]), draft([0.5, 0.4])
     assert [k.tolist() for k in best_nodes([light, heavy], 2)] == [[0, 1], []]

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from paceline.schema import Draft
+from paceline.schema import SOURCES, Draft
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
 #: Probability that a node is accepted after its parent was, as long as nobody knows better.
 PRIOR_ACCEPTANCE = 0.6
+_OTHER = SOURCES.index("other")
 
 
 class Nodes:
@@ -31,7 +32,7 @@ class Nodes:
         total = int(self.starts[-1])
         self.draft_N: Indices = np.repeat(np.arange(len(drafts)), sizes)
         self.probs_N: Floats = np.full(total, np.nan)
-        self.sources_N: npt.NDArray[np.uint8] = np.full(total, 4, dtype=np.uint8)
+        self.sources_N: npt.NDArray[np.uint8] = np.full(total, _OTHER, dtype=np.uint8)
         index = np.arange(total)
         above_N = index - 1 - self.starts[self.draft_N]  # within the draft
         self._are_chains = all(draft.parents is None for draft in drafts)
@@ -87,9 +88,10 @@ class Nodes:
 
 
 class Allocation(NamedTuple):
-    """What is verified: kept indices a draft, ascending; and the expected number of accepted nodes."""
+    """What is verified: kept indices a draft, ascending; how many they are, and how many should be accepted."""
 
     keep: list[Indices]
+    taken: int
     expected: float
 
 
@@ -101,7 +103,6 @@ def allocate(
     cost: Floats,
     weights: Floats | None = None,
     margin: float = 0.0,
-    least: int = 0,
 ) -> Allocation:
     """The set of nodes with the most expected tokens a second; none where that beats plain decoding by too little.
 
@@ -112,17 +113,22 @@ def allocate(
 
         n* = argmax (rows + v(1) + ... + v(n)) / cost(n)
 
-    is exact over all sets. n* counts only where its rate exceeds the plain one by the factor 1 + ``margin``. Otherwise
-    ``least`` nodes are taken (a probe), usually none. Ties take the fewer nodes.
+    is exact over all sets. Nothing is taken unless its rate exceeds the plain one by the factor 1 + ``margin``. Ties
+    take the fewer nodes.
     """
     order, value = _ranked(nodes, probs_N, weights)
     most = min(len(order), len(cost) - 1)
     rate = np.concatenate([[rows], rows + np.cumsum(value[:most])]) / cost[: most + 1]
     count = int(rate.argmax())
     if rate[count] <= rate[0] * (1 + margin):
-        count = min(least, most)
-    chosen = order[:count]
-    return Allocation(nodes.split(chosen), float(probs_N[chosen].sum()))
+        count = 0
+    return _first(nodes, probs_N, order[:count])
+
+
+def best(nodes: Nodes, probs_N: Floats, total: int, weights: Floats | None = None) -> Allocation:
+    """The ``total`` nodes of the highest weight * probability, whatever a pass costs."""
+    order, _ = _ranked(nodes, probs_N, weights)
+    return _first(nodes, probs_N, order[: max(total, 0)])
 
 
 def best_nodes(drafts: Sequence[Draft], total: int, weights: Sequence[float] | None = None) -> list[Indices]:
@@ -139,8 +145,7 @@ def best_nodes(drafts: Sequence[Draft], total: int, weights: Sequence[float] | N
     if np.isnan(probs_N).any():
         probs_N = np.where(np.isnan(probs_N), PRIOR_ACCEPTANCE ** nodes.depths(), probs_N)
     factors = None if weights is None else np.asarray(weights, dtype=np.float64)
-    order, _ = _ranked(nodes, nodes.capped_by_parents(probs_N), factors)
-    return nodes.split(order[: max(total, 0)])
+    return best(nodes, nodes.capped_by_parents(probs_N), total, factors).keep
 
 
 def pruned(draft: Draft, keep: Indices) -> Draft:
@@ -159,6 +164,10 @@ def pruned(draft: Draft, keep: Indices) -> Draft:
         sources=None if draft.sources is None else draft.sources[keep],
         probs=None if draft.probs is None else draft.probs[keep],
     )
+
+
+def _first(nodes: Nodes, probs_N: Floats, chosen: Indices) -> Allocation:
+    return Allocation(nodes.split(chosen), len(chosen), float(probs_N[chosen].sum()))
 
 
 def _ranked(nodes: Nodes, probs_N: Floats, weights: Floats | None) -> tuple[Indices, Floats]:

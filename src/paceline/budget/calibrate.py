@@ -132,7 +132,7 @@ class Calibrator:
         centres = (np.arange(_CLAIMS) + 0.5) / _CLAIMS
         centres[-1] = 1.0
         knots = (self._claims + _PRIOR_TRIALS * centres) / (trials + _PRIOR_TRIALS)
-        shares = isotonic((self._claimed.hits + _PRIOR_TRIALS * centres) / (trials + _PRIOR_TRIALS), trials + 1)
+        shares = isotonic((self._claimed.hits + _PRIOR_TRIALS * centres) / (trials + _PRIOR_TRIALS), trials + 0.1)
         return np.concatenate([[0.0], knots]), np.concatenate([[0.0], shares])
 
 

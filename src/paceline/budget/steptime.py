@@ -49,7 +49,8 @@ class _Bucket:
     def add(self, drafted: int, seconds: float) -> None:
         self.seconds.append(seconds)
         self.drafted += (drafted - self.drafted) / len(self.seconds)
-        self.median = sorted(self.seconds)[len(self.seconds) // 2]
+        # Of an even number the lower middle: what disturbs a pass makes it slower.
+        self.median = sorted(self.seconds)[(len(self.seconds) - 1) // 2]
 
     @property
     def weight(self) -> int:
@@ -92,15 +93,15 @@ class StepTimeTable:
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._curves: dict[int, _Curve] = {}
         self._adds = 0
-        #: The most tokens that any measured pass had.
-        self.widest = 0
+        #: The most drafted tokens that any measured pass had.
+        self.most_drafted = 0
 
     def add(self, rows: int, tokens: int, seconds: float) -> None:
         """One pass over ``rows`` requests that brought ``tokens`` tokens took ``seconds``."""
         key = _key(rows, tokens)
         self._buckets.setdefault(key, _Bucket()).add(max(0, tokens - rows), seconds)
         self._adds += 1
-        self.widest = max(self.widest, tokens)
+        self.most_drafted = max(self.most_drafted, tokens - rows)
         curve = self._curves.get(key[0])
         if curve is not None:
             curve.fresh_for -= 1

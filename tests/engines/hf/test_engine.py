@@ -5,7 +5,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from paceline.config import EngineConfig
+from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters import HistoryDrafter
 from paceline.engines.hf import HFEngine, RequestError, UnsupportedModelError, WeightsError
 from paceline.sampling.accept import LogitsError
@@ -21,6 +21,7 @@ def request(name="r", prompt=(3, 4, 5), **params):
 
 def engine(model=None, **options):
     options.setdefault("eos_ids", ())
+    options.setdefault("budget_config", BudgetConfig(mode="fixed"))
     return HFEngine(model or tiny(), **options)
 
 

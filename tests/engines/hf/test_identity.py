@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import EngineConfig
+from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters import HistoryDrafter, PromptLookupDrafter
 from paceline.engines.hf import HFEngine
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
@@ -29,8 +29,18 @@ def requests(count=6, max_tokens=24, group=2, **params):
     ]
 
 
-def run(model, reqs, drafter=None, eos_ids=(), **config):
-    engine = HFEngine(model, drafter=drafter, seed=3, eos_ids=eos_ids, config=EngineConfig(**config))
+FIXED = BudgetConfig(mode="fixed")
+
+
+def run(model, reqs, drafter=None, eos_ids=(), budget_config=FIXED, **config):
+    engine = HFEngine(
+        model,
+        drafter=drafter,
+        budget_config=budget_config,
+        seed=3,
+        eos_ids=eos_ids,
+        config=EngineConfig(**config),
+    )
     try:
         return engine.generate(reqs), engine.stats()
     finally:

@@ -3,61 +3,27 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
-from paceline.config import EngineConfig
+from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters.base import Drafter
 from paceline.engines.hf.attention import PassRow
 from paceline.engines.hf.intake import Limits, default_eos_ids, expand
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.engines.hf.runner import Runner
-from paceline.sampling.accept import Verdict, VerifyRow, accept, chain_parents, limit_depth
+from paceline.engines.hf.schedule import Scheduler, Share
+from paceline.sampling.accept import Verdict, VerifyRow, accept
 from paceline.sampling.stops import Decode, cut
-from paceline.schema import (
-    SOURCES,
-    Draft,
-    EngineStats,
-    FinishReason,
-    Outcome,
-    Rollout,
-    RolloutRequest,
-    as_tokens,
-)
-
-_NO_TOKENS = as_tokens([])
-
-
-@dataclass
-class _Share:
-    """What one row brings to a pass: ``count`` committed tokens, then its draft if that reaches its last token."""
-
-    row: Row
-    count: int
-    decodes: bool
-    draft: Draft | None = None
-
-    @property
-    def drafted(self) -> int:
-        return 0 if self.draft is None else len(self.draft.tokens)
-
-    @property
-    def needs(self) -> int:
-        """Cache positions the row fills by the end of the pass."""
-        return self.row.cached + self.count + self.drafted
-
-    @property
-    def parents(self) -> np.ndarray:
-        if self.draft is None:
-            return _NO_TOKENS
-        return chain_parents(self.drafted) if self.draft.parents is None else self.draft.parents
+from paceline.schema import EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
 
 
 class HFEngine:
@@ -67,7 +33,8 @@ class HFEngine:
     function of weights, prompt, sampling parameters and seeds on equal logits; the drafter only decides how many a
     pass emits. ``seed`` is the run's noise key, ``eos_ids`` end a response (default: the model's generation config),
     ``decode`` turns token ids into text (needed for stop strings), ``budget`` is the most tokens drafted a request and
-    pass, ``refit_names`` the parameters that every ``load_weights`` must hold (default: all).
+    pass, ``budget_config`` says how much of that is verified, ``refit_names`` names the parameters that every
+    ``load_weights`` must hold (default: all).
     """
 
     def __init__(
@@ -76,6 +43,7 @@ class HFEngine:
         *,
         drafter: Drafter | None = None,
         budget: int = 16,
+        budget_config: BudgetConfig | None = None,
         config: EngineConfig | None = None,
         seed: int = 0,
         eos_ids: Iterable[int] | None = None,
@@ -84,7 +52,6 @@ class HFEngine:
     ) -> None:
         self.config = config or EngineConfig()
         self.drafter = drafter
-        self.budget = budget
         self.seed = seed
         self.decode = decode
         self.table = StepTimeTable()
@@ -96,6 +63,15 @@ class HFEngine:
         self._refit_names = None if refit_names is None else frozenset(refit_names)
         self._stats = EngineStats(events={})
         self._queue = Queue(self.config, self._runner.kv, self._stats)
+        self.controller = BudgetController(budget_config or BudgetConfig(), self.table, self._stats)
+        self._scheduler = Scheduler(
+            self._queue,
+            self.controller,
+            self._stats,
+            budget=budget,
+            context=self.context,
+            vocabulary=self._runner.vocabulary,
+        )
         self._done: list[Rollout] = []
         self._closed = False
         if drafter is not None:
@@ -139,12 +115,10 @@ class HFEngine:
         self._queue.admit()
         if self._queue.running:
             started = time.perf_counter()
-            shares = self._schedule()
+            shares, plan = self._scheduler.schedule(self.drafter, self.version)
             verdicts, prefilled = self._verify(shares)
-            self._commit(shares, verdicts)
-            if not prefilled:
-                tokens = sum(share.count + share.drafted for share in shares)
-                self.table.add(len(shares), tokens, time.perf_counter() - started)
+            paths, emitted = self._commit(shares, verdicts)
+            self._close(plan, paths, emitted, time.perf_counter() - started, prefilled)
         done, self._done = self._done, []
         if done and self.drafter is not None:
             self.drafter.finish(done)
@@ -204,6 +178,7 @@ class HFEngine:
         self._runner.load_weights(tensors, self._refit_names)
         self._stats.weight_version = version
         self._queue.forget(recompute=self.config.refit_kv == "recompute")
+        self.controller.refit()
         if self.drafter is not None:
             self.drafter.on_weights(version)
 
@@ -219,79 +194,13 @@ class HFEngine:
 
     # One pass
 
-    def _schedule(self) -> list[_Share]:
-        """What every running row brings to the pass, in slot order: last tokens, then prompts by arrival, then drafts.
-
-        Where the memory cannot hold the pass, drafts are given up first, then the newest requests are preempted.
-        """
-        running = self._queue.running
-        left = self.config.max_batched_tokens - len(running)
-        counts: dict[int, int] = {}
-        for row in sorted(running, key=lambda row: row.arrival):
-            counts[row.arrival] = 1 + min(row.missing - 1, left)
-            left -= counts[row.arrival] - 1
-        shares = [_Share(row, counts[row.arrival], counts[row.arrival] == row.missing) for row in running]
-        decoding = [share for share in shares if share.decodes]
-        if self.drafter is not None and decoding:
-            self._draft(decoding, min(self.budget, left // len(decoding)))
-        if not self._queue.make_room(max(share.needs for share in shares)):
-            self._stats.count("draft_dropped_for_memory")
-            for share in shares:
-                share.draft = None
-            while not self._queue.make_room(max(share.needs for share in shares)):
-                self._queue.preempt()
-                shares = [share for share in shares if share.row in running]
-        slots = {row.arrival: slot for slot, row in enumerate(running)}
-        return sorted(shares, key=lambda share: slots[share.row.arrival])
-
-    def _draft(self, decoding: Sequence[_Share], budget: int) -> None:
-        assert self.drafter is not None
-        shares = {share.row.request_id: share for share in decoding if share.row.room(self.context) > 1}
-        if budget <= 0 or not shares:
-            return
-        started = time.perf_counter()
-        for draft in self.drafter.propose(list(shares), budget):
-            share = shares.get(draft.request_id)
-            if share is None or draft.length != share.row.total or draft.version != self.version:
-                self._stats.count("draft_stale")
-                continue
-            share.draft = self._sound(draft, budget, share.row.room(self.context) - 1)
-        self._stats.draft_seconds += time.perf_counter() - started
-
-    def _sound(self, draft: Draft, budget: int, deepest: int) -> Draft | None:
-        """The part of a draft that may be verified; None, counted, if it is malformed."""
-        tokens = np.asarray(draft.tokens)
-        parents = chain_parents(len(tokens)) if draft.parents is None else np.asarray(draft.parents)
-        if not tokens.size:
-            return None
-        malformed = (
-            tokens.shape != parents.shape
-            or tokens.ndim != 1
-            or tokens.dtype.kind not in "iu"
-            or parents.dtype.kind not in "iu"
-            or bool(((tokens < 0) | (tokens >= self._runner.vocabulary)).any())
-            or bool(((parents >= np.arange(len(parents))) | (parents < -1)).any())
-            or (draft.sources is not None and len(draft.sources) != len(tokens))
-            or (draft.sources is not None and bool((np.asarray(draft.sources) >= len(SOURCES)).any()))
-        )
-        if malformed:
-            self._stats.count("draft_malformed")
-            return None
-        kept, parents = limit_depth(parents[:budget], deepest)
-        if not len(kept):
-            return None
-        sources = None if draft.sources is None else draft.sources[kept]
-        return msgspec.structs.replace(
-            draft, tokens=as_tokens(tokens[kept]), parents=as_tokens(parents), sources=sources
-        )
-
-    def _verify(self, shares: Sequence[_Share]) -> tuple[list[Verdict], int]:
+    def _verify(self, shares: Sequence[Share]) -> tuple[list[Verdict], int]:
         """The forward pass and the decision; verdicts of the decoding shares, and how many other tokens were filled."""
         started = time.perf_counter()
         tokens, rows, keep, verify = [], [], [], []
         offset = prefilled = 0
         for slot, share in enumerate(shares):
-            row, drafted = share.row, share.draft.tokens if share.draft is not None else _NO_TOKENS
+            row, drafted = share.row, share.draft_tokens
             tokens.append(np.concatenate([row.uncached(share.count), drafted]))
             rows.append(PassRow(slot, row.cached, share.count, share.parents))
             if share.decodes:
@@ -313,9 +222,15 @@ class HFEngine:
         self._stats.accept_seconds += time.perf_counter() - forwarded
         return verdicts, prefilled
 
-    def _commit(self, shares: Sequence[_Share], verdicts: Sequence[Verdict]) -> None:
-        """Book the pass: KV paths, tokens, stops; tell the drafter; finish what is finished."""
-        outcomes, ended = [], []
+    def _commit(
+        self, shares: Sequence[Share], verdicts: Sequence[Verdict]
+    ) -> tuple[dict[str, tuple[npt.NDArray[np.int64], bool]], int]:
+        """Book the pass: KV paths, tokens, stops; tell the drafter; finish what is finished.
+
+        Returns, by request, the drafted nodes that were emitted and whether the response ended on the last of them; and
+        the number of emitted tokens.
+        """
+        outcomes, ended, paths = [], [], {}
         waiting_verdicts = iter(verdicts)
         for slot, share in enumerate(shares):
             row = share.row
@@ -329,6 +244,7 @@ class HFEngine:
                 self._runner.kv.move_positions(slot, row.cached + verdict.path, row.cached)
             row.cached += len(verdict.path)
             accepted = row.commit(verdict, end, share.draft, self.version)
+            paths[row.request_id] = verdict.path[:accepted], accepted == end.count
             outcomes.append(
                 Outcome(
                     request_id=row.request_id,
@@ -351,6 +267,26 @@ class HFEngine:
         for row, reason in ended:
             self._queue.remove(row)
             self._finish(row, reason)
+        return paths, sum(len(outcome.tokens) for outcome in outcomes)
+
+    def _close(
+        self,
+        plan: Plan,
+        paths: Mapping[str, tuple[npt.NDArray[np.int64], bool]],
+        emitted: int,
+        seconds: float,
+        prefilled: int,
+    ) -> None:
+        """Tell the budget what became of the pass and what it cost."""
+        found = [paths[draft.request_id] for draft in plan.drafts]
+        self.controller.close(
+            plan,
+            [path for path, _ in found],
+            [cut for _, cut in found],
+            emitted=emitted,
+            seconds=seconds - plan.propose_seconds,
+            is_clean=not prefilled,
+        )
 
     def _finish(self, row: Row, reason: FinishReason) -> None:
         text = row.text

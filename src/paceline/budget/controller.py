@@ -1,0 +1,239 @@
+"""How much is drafted, pass by pass: all that pays, nothing where drafting loses, and a cheap probe now and then."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from paceline.budget.allocate import Allocation, Floats, Indices, Nodes, allocate, best, pruned
+from paceline.budget.calibrate import Calibrator
+from paceline.budget.steptime import StepTimeTable, bucket
+from paceline.config import BudgetConfig
+from paceline.schema import Draft, EngineStats
+
+Kind = Literal["draft", "probe", "plain"]
+
+#: After so many drafted passes of a bucket one is decoded plainly, so that the comparison stays fresh; fewer at first.
+_PLAIN_EVERY = 128
+_FIRST_PLAIN_EVERY = 8
+#: After a probe that lost, so many passes of its bucket are plain.
+_PROBE_WAIT = 16
+#: What drafting brought is averaged over about 1 / (1 - _FADE) passes and judged from _JUDGED on.
+_FADE = 0.97
+_JUDGED = 4.0
+#: Plain passes' worth of time that a bucket may lose to learn that drafting does not pay, and the most it may save up.
+_FIRST_CREDIT = 1.0
+_MOST_CREDIT = 2.0
+
+
+@dataclass
+class _Ledger:
+    """What drafting brought in one bucket of rows, in units of its plain pass.
+
+    ``lost``, ``squares`` and ``passes`` are faded sums of seconds spent beyond what plain decoding of the same tokens
+    takes. ``credit`` is what probes may still lose; it grows with the time that the bucket runs.
+    """
+
+    passes: float = 0.0
+    lost: float = 0.0
+    squares: float = 0.0
+    credit: float = _FIRST_CREDIT
+    wait: int = 0
+    since_plain: int = 0
+    plain_every: int = _FIRST_PLAIN_EVERY
+
+    def book(self, lost: float) -> None:
+        self.passes = self.passes * _FADE + 1
+        self.lost = self.lost * _FADE + lost
+        self.squares = self.squares * _FADE + lost * lost
+
+    def loses(self, tolerance: float) -> bool:
+        """Whether drafting costs more than ``tolerance`` of a plain pass on average, beyond the noise of the mean."""
+        if self.passes < _JUDGED:
+            return False
+        mean = self.lost / self.passes
+        error = math.sqrt(max(self.squares / self.passes - mean * mean, 0.0) / self.passes)
+        return mean > max(tolerance, 1.5 * error)
+
+    @property
+    def may_probe(self) -> bool:
+        return self.wait <= 0 and self.credit > 0
+
+
+@dataclass
+class Plan:
+    """One pass: what kind it is, and the nodes that are verified in it. ``rows`` decode; ``extra`` tokens are filled.
+
+    ``offered`` counts the nodes that the drafter proposed, ``expected`` the nodes that should be accepted, ``drafts``
+    are those that are verified, and ``propose_seconds`` is what proposing took.
+    """
+
+    kind: Kind
+    rows: int
+    extra: int = 0
+    drafts: Sequence[Draft] = ()
+    nodes: Nodes | None = None
+    offered: int = 0
+    expected: float = 0.0
+    propose_seconds: float = 0.0
+
+    @property
+    def verified(self) -> int:
+        """Drafted nodes in the pass."""
+        return 0 if self.nodes is None else len(self.nodes)
+
+
+class BudgetController:
+    """Decides for each pass whether the drafter is asked and which of its nodes are verified.
+
+    A pass over R rows with n drafted nodes costs c(R, R + n), measured while decoding (``StepTimeTable``). Nodes of the
+    whole batch compete by calibrated probability (``Calibrator``) for the n that gives the most tokens a second
+    (``allocate``). Where drafting has lost against plain decoding, proposing included, the bucket of row counts is
+    switched off, and probed while the probes' losses stay below ``config.probe_share`` of its time. Row counts that
+    were never decoded plainly are, twice; token counts never measured are approached by doubling.
+
+    ``stats`` receives the counters. With mode ``fixed`` every offered node is verified and only the counters are kept.
+    """
+
+    def __init__(self, config: BudgetConfig, table: StepTimeTable, stats: EngineStats) -> None:
+        self.config = config
+        self.table = table
+        self.calibrator = Calibrator()
+        self._stats = stats
+        self._ledgers: dict[int, _Ledger] = {}
+
+    @property
+    def prunes(self) -> bool:
+        """Whether less may be verified than is offered."""
+        return self.config.mode == "adaptive"
+
+    def open(self, rows: int) -> Plan:
+        """Begin a pass in which ``rows`` rows decode. The drafter is asked unless its kind is ``plain``."""
+        kind: Kind = "draft"
+        if self.prunes:
+            ledger = self._ledger(rows)
+            if not self.table.knows_plain(rows) or ledger.since_plain >= ledger.plain_every:
+                kind = "plain"
+            elif ledger.loses(self.config.probe_share):
+                kind = "probe" if ledger.may_probe else "plain"
+        return Plan(kind, rows)
+
+    def choose(
+        self, plan: Plan, drafts: Sequence[Draft], *, most: int, extra: int = 0, weights: Floats | None = None
+    ) -> list[Draft]:
+        """The drafts cut down to what the pass verifies, at most ``most`` nodes; those left empty are dropped.
+
+        ``extra`` tokens of prompts are filled in the same pass. ``weights`` holds one factor a draft.
+        """
+        nodes = Nodes(drafts)
+        plan.extra, plan.offered = extra, len(nodes)
+        if not len(nodes):
+            return []
+        probs_N = self.calibrator.probs(nodes)
+        found = self._allocation(plan, nodes, probs_N, most, weights)
+        plan.expected = found.expected
+        kept = [pruned(draft, keep) for draft, keep in zip(drafts, found.keep, strict=True) if len(keep)]
+        plan.drafts, plan.nodes = kept, Nodes(kept) if kept else None
+        return kept
+
+    def drop(self, plan: Plan) -> None:
+        """The pass has no room for its drafts after all."""
+        plan.drafts, plan.nodes, plan.expected = (), None, 0.0
+
+    def close(
+        self,
+        plan: Plan,
+        accepted: Sequence[Indices],
+        cut: Sequence[bool],
+        *,
+        emitted: int,
+        seconds: float,
+        is_clean: bool = True,
+    ) -> None:
+        """The pass is over: ``seconds`` without proposing, ``emitted`` tokens.
+
+        ``accepted`` and ``cut`` are those of ``Calibrator.observe``, for ``plan.drafts``. A pass
+        that filled prompts is not ``is_clean``: it is counted, but nothing about costs is learned from it.
+        """
+        drafted = plan.verified
+        if plan.nodes is not None:
+            self.calibrator.observe(plan.nodes, accepted, cut)
+        if is_clean and plan.rows:
+            self.table.add(plan.rows, plan.rows + drafted, seconds)
+        self._count(plan, emitted, seconds, is_clean)
+        if not self.prunes or not is_clean or not plan.rows:
+            return
+        ledger, plain = self._ledger(plan.rows), self.table.seconds(plan.rows, plan.rows)
+        spent = seconds + plan.propose_seconds
+        ledger.credit = min(_MOST_CREDIT, ledger.credit + self.config.probe_share * spent / plain)
+        ledger.wait -= 1
+        if drafted:
+            ledger.since_plain += 1
+        elif ledger.since_plain:
+            ledger.since_plain, ledger.plain_every = 0, min(2 * ledger.plain_every, _PLAIN_EVERY)
+        if plan.kind == "plain":
+            return
+        # A stall says nothing about drafting, and would hide what other passes say.
+        usual = min(seconds, 2 * self.table.seconds(plan.rows, plan.rows + drafted))
+        lost = (usual + plan.propose_seconds) / plain - emitted / plan.rows
+        if not drafted:
+            lost = plan.propose_seconds / plain
+        ledger.book(lost)
+        if plan.kind == "probe" and lost > 0:
+            ledger.credit -= lost
+            ledger.wait = _PROBE_WAIT
+
+    def refit(self) -> None:
+        """The policy moved: what was learned about acceptance counts half, and every bucket may be probed at once."""
+        self.calibrator.loosen()
+        for ledger in self._ledgers.values():
+            ledger.wait = 0
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, for a checkpoint: plain numbers. The table is not part of it."""
+        ledgers = {str(rows): asdict(ledger) for rows, ledger in self._ledgers.items()}
+        return {"acceptance": self.calibrator.state(), "ledgers": ledgers}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what ``state`` gave; KeyError, TypeError or ValueError for anything else."""
+        ledgers = {int(rows): _Ledger(**ledger) for rows, ledger in state["ledgers"].items()}
+        self.calibrator.load_state(state["acceptance"])
+        self._ledgers = ledgers
+
+    def _allocation(self, plan: Plan, nodes: Nodes, probs_N: Floats, most: int, weights: Floats | None) -> Allocation:
+        if not self.prunes:
+            return Allocation(nodes.split(np.arange(len(nodes))), len(nodes), float(probs_N.sum()))
+        rows, ledger = plan.rows, self._ledger(plan.rows)
+        within = max(1, rows // 8, 2 * self.table.most_drafted)
+        most = min(most, within, len(nodes))
+        cost = self.table.curve(rows, plan.extra + most)[plan.extra :]
+        # A probe may accept nothing; what it would lose then must be covered.
+        covered = cost[0] * (1 + max(ledger.credit, 0.0)) - plan.propose_seconds
+        payable = max(int(np.searchsorted(cost, covered, side="right")) - 1, 0)
+        if plan.kind == "probe":
+            cost = cost[: payable + 1]
+        found = allocate(nodes, probs_N, rows=rows, cost=cost, weights=weights, margin=self.config.margin)
+        if found.taken == 0 and ledger.may_probe and payable:
+            plan.kind = "probe"
+            found = best(nodes, probs_N, min(max(rows // 4, 1), payable), weights)
+        return found
+
+    def _ledger(self, rows: int) -> _Ledger:
+        return self._ledgers.setdefault(bucket(rows), _Ledger())
+
+    def _count(self, plan: Plan, emitted: int, seconds: float, is_clean: bool) -> None:
+        stats, drafted, rows = self._stats, plan.verified, plan.rows
+        stats.passes_plain += drafted == 0 and rows > 0
+        stats.passes_probed += drafted > 0 and plan.kind == "probe"
+        stats.nodes_offered += plan.offered
+        stats.tokens_expected += rows + plan.expected
+        stats.pass_seconds += seconds + plan.propose_seconds
+        plain = seconds
+        if drafted:
+            costs = self.table.curve(rows, plan.extra + drafted)
+            plain = float(costs[0]) * emitted / rows
+            if not is_clean:
+                plain += max(seconds - float(costs[-1]), 0.0) + float(costs[plan.extra] - costs[0])
+        stats.plain_seconds += plain

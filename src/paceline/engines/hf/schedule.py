@@ -1,0 +1,153 @@
+"""What every running row brings to a pass: last tokens, prompts, drafts, within the batch and the memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import msgspec
+import numpy as np
+
+from paceline.budget.allocate import pruned
+from paceline.budget.controller import BudgetController, Plan
+from paceline.drafters.base import Drafter
+from paceline.engines.hf.queue import Queue
+from paceline.engines.hf.row import Row
+from paceline.sampling.accept import chain_parents, depths
+from paceline.schema import SOURCES, Draft, EngineStats, Tokens, as_tokens
+
+_NO_TOKENS = as_tokens([])
+
+
+@dataclass
+class Share:
+    """What one row brings to a pass: ``count`` committed tokens, then its draft if that reaches its last token."""
+
+    row: Row
+    count: int
+    decodes: bool
+    draft: Draft | None = None
+
+    @property
+    def drafted(self) -> int:
+        """Drafted nodes."""
+        return 0 if self.draft is None else len(self.draft.tokens)
+
+    @property
+    def draft_tokens(self) -> Tokens:
+        """The drafted nodes' tokens."""
+        return _NO_TOKENS if self.draft is None else self.draft.tokens
+
+    @property
+    def parents(self) -> Tokens:
+        """The drafted nodes' parents."""
+        if self.draft is None:
+            return _NO_TOKENS
+        return chain_parents(self.drafted) if self.draft.parents is None else self.draft.parents
+
+    @property
+    def needs(self) -> int:
+        """Cache positions the row fills by the end of the pass."""
+        return self.row.cached + self.count + self.drafted
+
+
+class Scheduler:
+    """Plans passes. ``budget`` is the most nodes drafted for a request, ``context`` the longest sequence."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        controller: BudgetController,
+        stats: EngineStats,
+        *,
+        budget: int,
+        context: int,
+        vocabulary: int,
+    ) -> None:
+        self.queue = queue
+        self.controller = controller
+        self.budget = budget
+        self.context = context
+        self.vocabulary = vocabulary
+        self._stats = stats
+
+    def schedule(self, drafter: Drafter | None, version: int) -> tuple[list[Share], Plan]:
+        """The shares of a pass in slot order: last tokens first, then prompts by arrival, then drafts; and its plan.
+
+        Where the memory cannot hold the pass, drafts are given up first, then the newest requests are preempted.
+        """
+        running = self.queue.running
+        left = self.queue.config.max_batched_tokens - len(running)
+        counts: dict[int, int] = {}
+        for row in sorted(running, key=lambda row: row.arrival):
+            counts[row.arrival] = 1 + min(row.missing - 1, left)
+            left -= counts[row.arrival] - 1
+        shares = [Share(row, counts[row.arrival], counts[row.arrival] == row.missing) for row in running]
+        decoding = [share for share in shares if share.decodes]
+        drafting = [share for share in decoding if share.row.request.speculate and share.row.room(self.context) > 1]
+        plan = Plan("plain", len(decoding))
+        if drafter is not None and drafting and self.budget > 0 and left > 0:
+            plan = self.controller.open(len(decoding))
+            if plan.kind != "plain":
+                extra = sum(share.count for share in shares) - len(decoding)
+                self._draft(plan, drafter, drafting, left, extra, version)
+        if not self.queue.make_room(max(share.needs for share in shares)):
+            self._stats.count("draft_dropped_for_memory")
+            self.controller.drop(plan)
+            for share in shares:
+                share.draft = None
+            while not self.queue.make_room(max(share.needs for share in shares)):
+                self.queue.preempt()
+                shares = [share for share in shares if share.row in running]
+            plan.rows = sum(share.decodes for share in shares)
+        slots = {row.arrival: slot for slot, row in enumerate(running)}
+        return sorted(shares, key=lambda share: slots[share.row.arrival]), plan
+
+    def _draft(
+        self, plan: Plan, drafter: Drafter, drafting: Sequence[Share], left: int, extra: int, version: int
+    ) -> None:
+        """Ask for drafts and give their rows the part that is verified."""
+        started = perf_counter()
+        shares = {share.row.request_id: share for share in drafting}
+        # What is verified for sure must fit for every row; what is still to be chosen may be uneven.
+        budget = min(self.budget, left if self.controller.prunes else left // plan.rows)
+        drafts: dict[str, Draft] = {}
+        if budget > 0:
+            self._stats.drafts_asked += len(shares)
+            for draft in drafter.propose(list(shares), budget):
+                share = shares.get(draft.request_id)
+                if share is None or draft.length != share.row.total or draft.version != version:
+                    self._stats.count("draft_stale")
+                    continue
+                self._stats.drafts_prefetched += draft.prefetched
+                try:
+                    drafts[draft.request_id] = self._sound(draft, budget, share.row.room(self.context) - 1)
+                except ValueError:
+                    self._stats.count("draft_malformed")
+        plan.propose_seconds = perf_counter() - started
+        offered = [draft for draft in drafts.values() if len(draft.tokens)]
+        for draft in self.controller.choose(plan, offered, most=left, extra=extra):
+            shares[draft.request_id].draft = draft
+        self._stats.draft_seconds += perf_counter() - started
+
+    def _sound(self, draft: Draft, budget: int, deepest: int) -> Draft:
+        """The part of a draft that may be verified; ValueError if it is malformed."""
+        tokens = np.asarray(draft.tokens)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise ValueError("tokens")
+        if ((tokens < 0) | (tokens >= self.vocabulary)).any():
+            raise ValueError("vocabulary")
+        for beside in (draft.sources, draft.probs):
+            if beside is not None and np.shape(beside) != tokens.shape:
+                raise ValueError("shapes")
+        if draft.sources is not None and (np.asarray(draft.sources) >= len(SOURCES)).any():
+            raise ValueError("sources")
+        if draft.parents is None:
+            kept = np.arange(min(len(tokens), budget, deepest))
+            parents = None
+        else:
+            parents = np.asarray(draft.parents)
+            if parents.shape != tokens.shape or (parents.size and parents.dtype.kind not in "iu"):
+                raise ValueError("parents")
+            kept = np.flatnonzero(depths(parents) <= deepest)[:budget]
+            parents = as_tokens(parents)
+        return pruned(msgspec.structs.replace(draft, tokens=as_tokens(tokens), parents=parents), kept)
