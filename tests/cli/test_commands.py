@@ -87,7 +87,7 @@ def test_help_explains_every_option(command):
     shown = invoke(*command, "--help")
     assert shown.exit_code == 0
     for option in FROZEN.get(command[0], []) if command else FROZEN:
-        assert option.lower() in shown.output.lower() or option in ("overrides", "config", "run")
+        assert option.lower() in shown.output.lower() or option in ("overrides", "config", "run", "traces")
 
 
 def test_no_command_shows_the_help():

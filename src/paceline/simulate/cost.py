@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from paceline.budget.steptime import StepTimeTable
 from paceline.schema import PacelineError
 
 
@@ -20,44 +20,49 @@ class Cost(Protocol):
 
 
 class MeasuredCost:
-    """A step-time table. Between measured row counts it interpolates at equal tokens a row; beyond the largest: NaN."""
+    """Measured step times, taken as they are: the median where a pass was measured more than once.
 
-    def __init__(self, measurements: Sequence[tuple[int, int, float | Sequence[float]]]) -> None:
-        self._tables: dict[int, StepTimeTable] = {}
+    Linear between measured tokens, with the last slope beyond them; between measured row counts linear at equal tokens
+    a row. NaN for more rows than were measured, and for more tokens than the only ones that were.
+    """
+
+    def __init__(self, measurements: Iterable[tuple[int, int, Sequence[float]]]) -> None:
+        self._points: dict[int, dict[int, float]] = {}
         for rows, tokens, seconds in measurements:
-            table = self._tables.setdefault(rows, StepTimeTable())
-            for value in seconds if isinstance(seconds, Sequence) else [seconds]:
-                table.add(rows, tokens, value)
-        self._rows = sorted(self._tables)
+            self._points.setdefault(rows, {})[tokens] = statistics.median(seconds)
+        self._rows = sorted(self._points)
         self._seen: dict[tuple[int, int], float] = {}
-
-    @property
-    def most_rows(self) -> int:
-        """The largest batch that was measured."""
-        return self._rows[-1]
 
     def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:  # noqa: ARG002
         """Seconds of a pass. The context's part is in what was measured."""
         place = (rows, tokens)
         if place not in self._seen:
-            self._seen[place] = self._interpolate(rows, tokens / rows)
+            self._seen[place] = self._between(rows, tokens / rows)
         return self._seen[place]
 
-    def _interpolate(self, rows: int, tokens_per_row: float) -> float:
-        if rows > self.most_rows:
+    def _between(self, rows: int, tokens_per_row: float) -> float:
+        if rows > self._rows[-1]:
             return math.nan
         if rows <= self._rows[0]:
             return self._at(self._rows[0], tokens_per_row)
         low, high = next(pair for pair in itertools.pairwise(self._rows) if rows <= pair[1])
-        below, above = self._at(low, tokens_per_row), self._at(high, tokens_per_row)
-        return below + (above - below) * (rows - low) / (high - low)
+        return _line((low, self._at(low, tokens_per_row)), (high, self._at(high, tokens_per_row)), rows)
 
     def _at(self, rows: int, tokens_per_row: float) -> float:
-        """Seconds at a measured row count; linear between whole tokens a row."""
-        whole = math.floor(tokens_per_row)
-        table, part = self._tables[rows], tokens_per_row - whole
-        floor = table.seconds(rows, rows * whole)
-        return floor + part * (table.seconds(rows, rows * (whole + 1)) - floor) if part else floor
+        """Seconds at a measured row count."""
+        points, tokens = sorted(self._points[rows].items()), rows * tokens_per_row
+        if tokens <= points[0][0]:
+            return points[0][1]
+        if len(points) == 1:
+            return math.nan
+        within = (pair for pair in itertools.pairwise(points) if tokens <= pair[1][0])
+        below, above = next(within, (points[-2], points[-1]))
+        return _line(below, above, tokens)
+
+
+def _line(a: tuple[float, float], b: tuple[float, float], x: float) -> float:
+    """The line through two points, at ``x``."""
+    return a[1] + (b[1] - a[1]) * (x - a[0]) / (b[0] - a[0])
 
 
 class LinearCost:
@@ -73,8 +78,8 @@ class LinearCost:
         return self.per_kv_token * kv_tokens + self.per_token * tokens + self.base
 
 
-def _milliseconds(rows: int, points: dict[int, float]) -> list[tuple[int, int, float]]:
-    return [(rows, rows * tokens, value / 1000) for tokens, value in points.items()]
+def _milliseconds(rows: int, points: dict[int, float]) -> list[tuple[int, int, list[float]]]:
+    return [(rows, rows * tokens, [value / 1000]) for tokens, value in points.items()]
 
 
 #: SmolLM2-135M in float32 on one thread of an x86-64 server CPU, cache of 256 tokens: rows x tokens a row -> CPU ms.

@@ -5,18 +5,27 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import yaml
 
-from paceline.drafters import HistoryDrafter, PromptLookupDrafter
+from paceline.config import HistoryConfig
+from paceline.drafters import HistoryDrafter, PrefetchingDrafter
 from paceline.drafters.base import Drafter
 from paceline.drafters.baselines import BASELINES
 from paceline.schema import PacelineError
 
-DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "history": HistoryDrafter,
-    "prompt_lookup": PromptLookupDrafter,
-    **BASELINES,
-}
+
+def _history(**options: Any) -> Drafter:
+    """The history drafter; its options are the keys of ``drafter.history``. Equal calls draft equally."""
+    config = msgspec.convert(options, HistoryConfig)
+    # A replay has no pass to prepare drafts under, so it waits for them.
+    settings = msgspec.structs.replace(HistoryDrafter.from_config(config, salt=0).settings, patient=True)
+    if config.prefetch:
+        return PrefetchingDrafter(settings, salt=0, outcomes=config.prefetch)
+    return HistoryDrafter(settings, salt=0)
+
+
+DRAFTERS: dict[str, Callable[..., Drafter]] = {"history": _history, **BASELINES}
 
 
 def split_names(text: str) -> list[str]:
@@ -58,13 +67,13 @@ def drafter_by_name(name: str) -> Drafter:
             raise PacelineError(f"--drafters {name}: {key}={value}: not a value") from None
     try:
         return build(**chosen)
-    except (TypeError, ValueError) as error:
-        raise PacelineError(f"--drafters {name}: {error}") from None
+    except (TypeError, ValueError, msgspec.ValidationError, PacelineError) as error:
+        raise PacelineError(f"--drafters {name}: {str(error).replace('`', '')}") from None
 
 
 def _options(build: Callable[..., Drafter]) -> list[str]:
     """The keyword arguments that ``build`` takes."""
-    parameters = inspect.signature(build).parameters.values()
+    parameters = inspect.signature(HistoryConfig if build is _history else build).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, Prefetcher
 from paceline.report.metrics import acceptance, ratio, speedup, tokens_per_forward
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens
 from paceline.simulate.cost import Cost, plain_passes
@@ -76,9 +76,10 @@ class Replay:
     """Feeds the steps of a trace to one drafter, in the order of the run, as an engine would, and counts.
 
     Per step: ``start`` for all requests; then passes over the first ``batch`` of them (None: all), refilled in order,
-    with ``propose``, ``commit`` and ``finish``; at the end ``on_weights``. A forward emits what it accepts and one
-    token more, never beyond the recorded end. ``offer`` None: each request drafts at most ``budget`` nodes; a number:
-    each offers that many, and the batch keeps its ``rows * budget`` most probable ones. ``cost`` projects a speedup.
+    with ``propose``, ``verifying`` (of a ``Prefetcher``), ``commit`` and ``finish``; at the end ``on_weights``. A
+    forward emits what it accepts and one token more, never beyond the recorded end. ``offer`` None: each request drafts
+    at most ``budget`` nodes; a number: each offers that many, and the batch keeps its ``rows * budget`` most probable
+    ones. ``cost`` projects a speedup.
     """
 
     def __init__(
@@ -136,6 +137,9 @@ class Replay:
                 drafted = len(draft.tokens)
                 kept = self._accept(draft, row.recorded[at : at + drafted])
                 row.hits += 1
+                if at:  # before its first pass a request has no outcome to prepare for
+                    self._drafts += 1
+                    self._prefetched += draft.prefetched
                 row.drafted += drafted
                 row.accepted += kept
                 verified += drafted
@@ -179,8 +183,8 @@ class Replay:
         self._stale += sum(len(draft.tokens) > 0 for draft in proposed) - len(current)
         if self.offer is not None:
             current = pool(current, self.budget * len(running))
-        self._drafts += len(current)
-        self._prefetched += sum(draft.prefetched for draft in current)
+        if isinstance(self.drafter, Prefetcher):
+            self.drafter.verifying(current)
         return {draft.request_id: draft for draft in current}
 
     def _accept(self, draft: Draft, recorded: Tokens) -> int:

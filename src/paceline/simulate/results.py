@@ -26,10 +26,10 @@ class DrafterResult(msgspec.Struct, kw_only=True):
     ``propose`` / requests of the batch. ``insert_us_per_token``: time of ``start``, ``commit``, ``finish`` / tokens.
     ``bytes_per_token``: the drafter's ``nbytes`` / its ``tokens_held``, or the tokens it was given.
     ``calibration_error``: expected calibration error of the nodes' probabilities in ten bins of equal width.
-    ``prefetch_coverage``: drafts that were ready before they were asked for / drafts. ``projected_speedup``: time of
-    plain decoding / time of the replay's passes, both from the cost; drafting itself is not in it. ``stale_drafts``:
-    drafts for another length than the request had, which were not verified. ``state``: whether it began with the
-    history of a snapshot.
+    ``prefetch_coverage``: drafts that were ready before they were asked for / drafts, a request's first one left out.
+    ``projected_speedup``: time of plain decoding / time of the replay's passes, both from the cost; drafting itself is
+    not in it. ``stale_drafts``: drafts for another length than the request had, which were not verified. ``state``:
+    whether it began with the history of a snapshot.
     """
 
     tokens_per_forward: float

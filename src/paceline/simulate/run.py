@@ -1,6 +1,7 @@
 """A whole replay: traces through drafters, and the one record that tells what came out."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -78,6 +79,8 @@ def replay_traces(
             measured.state = "warm" if takes[name] else "cold"
         name = _free_name(trace_name(path), result.traces)
         result.traces[name] = done
+        if cost is not None and any(math.isnan(measured.projected_speedup) for measured in done.drafters.values()):
+            warn(f"{name}: no speedup is projected, for --cost {cost} knows no pass of so many rows; give a --batch")
         on_trace(name, done)
     return result
 

@@ -1,0 +1,159 @@
+"""``paceline replay`` prints what drafters give on a recorded trace, and writes it as JSON and as a picture."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.history.snapshot import encode_snapshot
+from paceline.simulate.drafters import DRAFTERS
+from recorded import PROMPT, Scripted, oracle, write_lines, write_trace
+
+SAID = list(range(20, 30))
+WANTED = {
+    "tokens_per_forward",
+    "tokens_per_forward_first_epoch",
+    "tokens_per_forward_last30",
+    "acceptance",
+    "hit_rate",
+    "drafted_per_forward",
+    "draft_us_p50",
+    "draft_us_p99",
+    "insert_us_per_token",
+    "bytes_per_token",
+    "calibration_error",
+    "prefetch_coverage",
+    "projected_speedup",
+}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_trace(tmp_path, [[SAID], [SAID]])
+
+
+def result_of(tmp_path, *arguments):
+    done = invoke(*arguments, "--json", tmp_path / "r.json")
+    assert done.exit_code == 0, done.output
+    return json.loads((tmp_path / "r.json").read_text())
+
+
+def test_the_result_is_complete_as_json(trace, tmp_path):
+    result = result_of(tmp_path, trace, "--drafters", "ngramrl,prompt_lookup")
+    found = result["traces"]["tiny"]
+    assert (found["rollouts"], found["tokens"], found["overlap_previous_epoch"], found["mean_run"]) == (
+        2,
+        20,
+        1.0,
+        10.0,
+    )
+    assert found["oracle_tokens_per_forward"] == 20 / 11
+    history, lookup = found["drafters"]["ngramrl"], found["drafters"]["prompt_lookup"]
+    assert set(history) >= WANTED
+    assert history["tokens_per_forward_first_epoch"] == lookup["tokens_per_forward"] == 1.0
+    assert history["tokens_per_forward_last30"] == 10.0, "the second visit is a copy of the first"
+    assert set(history["by_epoch"]) == set(found["by_epoch"]) == {"0", "1"}
+    assert history["projected_speedup"] is None
+    assert (result["budget"], result["batch"], result["pool"], result["cost"]) == (16, None, False, None)
+    assert result["version"]
+
+
+class Remembering(Scripted):
+    """Knows what a snapshot says, and nothing else."""
+
+    def __init__(self):
+        super().__init__(lambda context, budget: None)
+
+    def restore(self, snapshot):
+        self.script = oracle(*(response for _, *responses in snapshot.values() for response in responses))
+
+
+def test_cold_or_warm_is_stated_and_a_snapshot_changes_the_first_epoch(trace, tmp_path, monkeypatch):  # field J4
+    monkeypatch.setitem(DRAFTERS, "remembering", Remembering)
+    cold = result_of(tmp_path, trace, "--drafters", "remembering")
+    assert (cold["state"], cold["traces"]["tiny"]["drafters"]["remembering"]["state"]) == ("cold", "cold")
+    assert cold["traces"]["tiny"]["drafters"]["remembering"]["tokens_per_forward"] == 1.0
+    (tmp_path / "old.bin").write_bytes(encode_snapshot({"a prompt": [list(PROMPT), SAID]}))
+    arguments = [trace, "--drafters", "remembering,prompt_lookup", "--warm", tmp_path / "old.bin"]
+    warm = result_of(tmp_path, *arguments)
+    assert (warm["state"], warm["warm_from"]) == ("warm", str(tmp_path / "old.bin"))
+    found = warm["traces"]["tiny"]["drafters"]
+    assert found["remembering"]["tokens_per_forward_first_epoch"] == 10.0
+    assert (found["remembering"]["state"], found["prompt_lookup"]["state"]) == ("warm", "cold")
+    assert "warm start from" in invoke(*arguments).stdout
+    assert "cold start" in invoke(trace).stdout
+
+
+def test_budget_batch_and_cost_reach_the_replay(trace, tmp_path):  # field J6
+    (tmp_path / "times.json").write_text("[[1, 1, 1.0], [1, 5, 1.0]]")
+    arguments = [trace, "--drafters", "ngramrl", "--budget", "4", "--batch", "1"]
+    result = result_of(tmp_path, *arguments, "--cost", tmp_path / "times.json")
+    drafter = result["traces"]["tiny"]["drafters"]["ngramrl"]
+    assert drafter["tokens_per_forward_last30"] == 5.0
+    assert drafter["projected_speedup"] == pytest.approx(20 / 12)  # 20 plain passes against 10 and 2
+    assert (result["budget"], result["batch"], result["cost"]) == (4, 1, f"{tmp_path / 'times.json'}: measured")
+
+
+def test_a_cost_that_does_not_know_the_batch_says_so(tmp_path):
+    trace = write_trace(tmp_path, [[SAID] * 9])
+    done = invoke(trace, "--drafters", "history", "--cost", "smollm2-cpu")
+    assert done.exit_code == 0
+    assert done.stderr == (
+        "warning: tiny: no speedup is projected, for --cost smollm2-cpu knows no pass of so many rows; give a --batch\n"
+    )
+
+
+def test_the_pool_offers_four_budgets_unless_told(trace, tmp_path):
+    result = result_of(tmp_path, trace, "--drafters", "suffix_tree", "--pool", "--budget", "3")
+    assert (result["pool"], result["offer"]) == (True, 12)
+    assert result_of(tmp_path, trace, "--drafters", "suffix_tree", "--pool", "--offer", "5")["offer"] == 5
+    assert (
+        "pooled over the batch, each request offers 64" in invoke(trace, "--drafters", "suffix_tree", "--pool").stdout
+    )
+
+
+def test_text_logs_need_a_tokenizer(tmp_path):
+    write_lines(tmp_path / "1.jsonl", [{"input": "a", "output": "b", "gts": "", "score": 1.0, "step": 1}])
+    done = invoke(tmp_path / "1.jsonl")
+    assert done.exit_code == 2
+    assert done.stderr == (
+        f"error: {tmp_path / '1.jsonl'}:1: holds text, not token ids; name the policy's tokenizer with --tokenizer\n"
+    )
+
+
+def test_traces_of_one_name_are_kept_apart(trace, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = write_trace(tmp_path / "other", [[SAID]])
+    assert set(result_of(tmp_path, trace, other)["traces"]) == {"tiny", "tiny (2)"}
+
+
+@pytest.mark.parametrize("name", ["plot.svg", "plot.png"])
+def test_the_picture_is_written(trace, tmp_path, name):
+    assert invoke(trace, "--plot", tmp_path / name).exit_code == 0
+    assert (tmp_path / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafters", "nobody"], "error: --drafters: unknown drafter 'nobody'; known: history, "),
+        (["--drafters", "prompt_lookup", "--pool"], "step 0, drafter prompt_lookup: --pool: the drafter gives no prob"),
+        (["--drafters", "prompt_lookup", "--warm", "x"], "error: --warm: none of prompt_lookup takes a snapshot"),
+        (["--offer", "3"], "error: --offer says what a request may offer to the pool; add --pool"),
+        (["--cost", "nothing"], "error: --cost nothing: no such file, and no preset"),
+        (["--plot", "absent/x.png"], "error: --plot absent/x.png: cannot be written"),
+        (["--plot", "x.what"], "error: --plot x.what: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = write_trace(tmp_path, [[[1, 1, 1, 1]]])
+    done = invoke(trace, *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,86 @@
+"""Step times: measured ones as they are, presets as published, and plain decoding as the engine would run it."""
+
+import json
+import math
+
+import pytest
+
+from paceline.schema import PacelineError
+from paceline.simulate.cost import PRESETS, MeasuredCost, load_cost, plain_passes
+
+
+def test_measured_points_are_given_back_and_the_median_of_several():
+    cost = MeasuredCost([(1, 1, [1.0]), (1, 5, [9.0, 2.0, 2.0]), (4, 4, [3.0])])
+    assert [cost.seconds(1, 1, 0), cost.seconds(1, 5, 0), cost.seconds(4, 4, 0)] == [1.0, 2.0, 3.0]
+
+
+def test_between_points_the_time_is_linear_and_beyond_them_the_last_slope_goes_on():
+    cost = MeasuredCost([(1, 1, [1.0]), (1, 5, [2.0]), (1, 9, [6.0])])
+    assert cost.seconds(1, 3, 0) == 1.5
+    assert cost.seconds(1, 11, 0) == 8.0
+
+
+def test_between_row_counts_the_time_is_linear_at_equal_tokens_a_row():
+    cost = MeasuredCost([(2, 2, [1.0]), (2, 10, [2.0]), (4, 4, [3.0]), (4, 20, [6.0])])
+    assert cost.seconds(3, 3, 0) == 2.0
+    assert cost.seconds(3, 15, 0) == 4.0
+    assert cost.seconds(1, 5, 0) == 2.0, "fewer rows than were ever measured cost what the fewest do"
+
+
+def test_what_was_never_near_a_measurement_is_unknown():
+    cost = MeasuredCost([(1, 1, [1.0]), (1, 5, [2.0]), (4, 4, [3.0])])
+    assert math.isnan(cost.seconds(5, 5, 0))
+    assert math.isnan(cost.seconds(4, 8, 0))
+
+
+def test_plain_passes_refill_in_order_and_count_the_cache():
+    passes = list(plain_passes([3, 1, 2], [10, 20, 30], slots=2))
+    # (10, 20), then (11, 30) and (12, 31) together.
+    assert passes == [(1, 2, 30.0), (2, 2, 42.0)]
+    assert list(plain_passes([2, 1], [5, 5], slots=8)) == [(1, 2, 10.0), (1, 1, 6.0)]
+
+
+def test_the_presets_are_the_published_numbers():
+    llama = PRESETS["llama-3.1-8b-h100"][1]
+    assert llama.seconds(8, 136, 4000) == pytest.approx(3.93e-8 * 4000 + 2.10e-5 * 136 + 5.886e-3)
+    smollm2 = PRESETS["smollm2-cpu"][1]
+    assert [smollm2.seconds(1, 1, 0), smollm2.seconds(1, 17, 0)] == [0.085, 0.242]
+    assert [smollm2.seconds(8, 8, 0), smollm2.seconds(8, 136, 0)] == pytest.approx([0.216, 0.809])
+
+
+def test_a_cost_says_what_it_is(tmp_path):
+    assert load_cost("llama-3.1-8b-h100")[0].startswith("llama-3.1-8b-h100: Llama-3.1-8B on an H100")
+    path = tmp_path / "times.json"
+    path.write_text("[[1, 1, 1]]")
+    assert load_cost(str(path))[0] == f"{path}: measured"
+
+
+def test_the_step_times_of_a_checkpoint_are_read(tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps({"step": 3, "step_times": [[1, 1, [1.0, 3.0, 2.0]], [1, 5, 4.0]]}))
+    cost = load_cost(str(tmp_path / "meta.json"))[1]
+    assert [cost.seconds(1, 1, 0), cost.seconds(1, 5, 0)] == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file, and no preset; presets: smollm2-cpu, llama-3.1-8b-h100"),
+        ("{", "not a table of"),
+        ('{"other": []}', "not a table of"),
+        ("[[1, 1]]", "not a table of"),
+        ('[[1, 1, "x"]]', "not a table of"),
+        ("[]", "needs entries"),
+        ("[[0, 1, 1.0]]", "needs entries"),
+        ("[[2, 1, 1.0]]", "needs entries"),
+        ("[[1, 1, 0.0]]", "needs entries"),
+        ("[[1, 1, []]]", "needs entries"),
+    ],
+)
+def test_a_cost_that_cannot_be_used_is_one_line(tmp_path, content, message):
+    path = tmp_path / "times.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(PacelineError, match=message) as raised:
+        load_cost(str(path))
+    assert str(raised.value).startswith(f"--cost {path}: ")
+    assert "\n" not in str(raised.value)
