@@ -78,6 +78,6 @@ def tiny_config(policy, out, *overrides):
             f"out={out}", f"policy.path={policy}",
             "tasks={letters: {kind: 'tiny_run:Letters', train_prompts: 6, eval_prompts: 4}}",
             "sampling.max_tokens=12", "rl.prompts_per_step=3", "rl.group_size=4", "rl.lr=1e-2", "rl.epochs=2",
-            "check.every=1", "threads=1", *overrides,
+            "check.every=1", "threads=1", "budget.mode=fixed", *overrides,
         ],
     )  # fmt: skip

@@ -236,6 +236,12 @@ class StepRecord(msgspec.Struct, kw_only=True):
     speedup_projected: float
     plain_seconds_measured: float = math.nan
     speedup_measured: float = math.nan
+    plain_seconds_counterfactual: float = math.nan
+    verified_share: float = math.nan
+    passes_plain: int = 0
+    passes_probed: int = 0
+    prefetch_coverage: float = math.nan
+    draft_seconds_share: float = math.nan
     identity: str = "not checked"
     eval_reward: float = math.nan
     task_rewards: dict[str, float] = {}

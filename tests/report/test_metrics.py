@@ -10,6 +10,7 @@ from paceline.report.metrics import (
     METRICS,
     PHASES,
     acceptance,
+    budget_metrics,
     event_counts,
     first_and_later,
     identity_verdict,
@@ -20,7 +21,7 @@ from paceline.report.metrics import (
     summarise,
     tokens_per_forward,
 )
-from paceline.schema import StepRecord
+from paceline.schema import EngineStats, StepRecord
 from sample_run import make_record, make_rollout
 
 
@@ -141,3 +142,42 @@ def test_the_verdict_is_the_worst_that_any_check_found(found, verdict):
 def test_events_are_summed_and_the_most_frequent_comes_first():
     steps = [make_record(0, events={"a": 1, "b": 2}), make_record(1, events={"a": 5})]
     assert list(event_counts(steps).items()) == [("a", 6), ("b", 2)]
+
+
+def test_what_the_budget_decided_is_the_difference_of_two_readings_of_the_engine():
+    before = EngineStats(forwards=5, nodes_offered=10, tokens_drafted=10, plain_seconds=1.0)
+    after = EngineStats(
+        forwards=25, passes_plain=8, passes_probed=1, nodes_offered=110, tokens_drafted=60, plain_seconds=5.0,
+        drafts_asked=40, drafts_prefetched=30, draft_seconds=0.5,
+    )  # fmt: skip
+    found = budget_metrics(before, after, generation_seconds=2.0)
+    assert found == {
+        "policy_forwards": 20,
+        "plain_seconds_counterfactual": 4.0,
+        "verified_share": 0.5,
+        "passes_plain": 8,
+        "passes_probed": 1,
+        "prefetch_coverage": 0.75,
+        "draft_seconds_share": 0.25,
+    }
+    assert math.isnan(budget_metrics(before, before, 1.0)["verified_share"])
+
+
+def test_steps_of_older_versions_know_nothing_of_the_budget():
+    old = msgspec.to_builtins(make_record(0))
+    for name in budget_metrics(EngineStats(), EngineStats(), 1.0).keys() - {"policy_forwards"}:
+        del old[name]
+    record = msgspec.convert(old, StepRecord)
+    assert record.passes_plain == 0
+    assert math.isnan(record.prefetch_coverage)
+    assert summarise([record]).draft_seconds_share == 0
+
+
+def test_passes_without_drafts_and_waiting_are_shares_of_all_steps_together():
+    records = [
+        make_record(0, passes_plain=60, draft_seconds_share=0.1, seconds={"generation": 1.0}),
+        make_record(1, passes_plain=0, draft_seconds_share=0.02, seconds={"generation": 3.0}),
+    ]
+    summary = summarise(records)
+    assert summary.plain_passes == 0.5
+    assert summary.draft_seconds_share == pytest.approx(0.04)

@@ -7,7 +7,7 @@ from typing import TypedDict
 import msgspec
 import numpy as np
 
-from paceline.schema import Rollout, StepRecord
+from paceline.schema import EngineStats, Rollout, StepRecord
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -72,6 +72,24 @@ METRICS: tuple[Metric, ...] = (
         "plain_seconds_measured / the time the same batch took with drafts. NaN in steps without a check.",
     ),
     Metric(
+        "plain_seconds_counterfactual",
+        "s",
+        "What plain passes over the same rows would have taken for the tokens of each pass, summed over the passes.",
+    ),
+    Metric(
+        "verified_share",
+        "",
+        "Drafted tokens that were verified / tokens that the drafter offered. NaN where nothing was offered.",
+    ),
+    Metric("passes_plain", "passes", "Decoding passes without a draft: none was offered, or none was worth its time."),
+    Metric("passes_probed", "passes", "Passes that verified a few drafted tokens to see whether drafting pays again."),
+    Metric(
+        "prefetch_coverage",
+        "",
+        "Drafts that were ready when they were asked for / drafts asked for. NaN where none was asked for.",
+    ),
+    Metric("draft_seconds_share", "", "Time that generation waited for the drafter / seconds of generation."),
+    Metric(
         "identity",
         "",
         "Whether the tokens of the checked batch equal those of plain decoding: " + ", ".join(IDENTITIES) + ".",
@@ -133,6 +151,33 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> RolloutMetrics:
     )
 
 
+class BudgetMetrics(TypedDict):
+    """The fields of ``StepRecord`` that follow from the engine's counters."""
+
+    policy_forwards: int
+    plain_seconds_counterfactual: float
+    verified_share: float
+    passes_plain: int
+    passes_probed: int
+    prefetch_coverage: float
+    draft_seconds_share: float
+
+
+def budget_metrics(before: EngineStats, after: EngineStats, generation_seconds: float) -> BudgetMetrics:
+    """What the engine decided between two readings of its counters."""
+    return BudgetMetrics(
+        policy_forwards=after.forwards - before.forwards,
+        plain_seconds_counterfactual=after.plain_seconds - before.plain_seconds,
+        verified_share=ratio(after.tokens_drafted - before.tokens_drafted, after.nodes_offered - before.nodes_offered),
+        passes_plain=after.passes_plain - before.passes_plain,
+        passes_probed=after.passes_probed - before.passes_probed,
+        prefetch_coverage=ratio(
+            after.drafts_prefetched - before.drafts_prefetched, after.drafts_asked - before.drafts_asked
+        ),
+        draft_seconds_share=ratio(after.draft_seconds - before.draft_seconds, generation_seconds),
+    )
+
+
 def accept_histogram(rollouts: Iterable[Rollout]) -> list[int]:
     """Entry k counts the row-forwards in which exactly k drafted tokens were kept."""
     lengths = [rollout.accept_lengths for rollout in rollouts]
@@ -152,6 +197,8 @@ class Summary(msgspec.Struct, kw_only=True):
     tokens_per_forward: float
     acceptance: float
     drafted_per_forward: float
+    plain_passes: float
+    draft_seconds_share: float
     generation_seconds: float
     tokens_per_second: float
     speedup_projected: float
@@ -179,6 +226,10 @@ def summarise(records: Sequence[StepRecord]) -> Summary:
         tokens_per_forward=tokens_per_forward(tokens, sum(rows)),
         acceptance=acceptance(sum(accepted), sum(drafted)),
         drafted_per_forward=ratio(sum(drafted), sum(rows)),
+        plain_passes=ratio(sum(r.passes_plain for r in records), sum(r.policy_forwards for r in records)),
+        draft_seconds_share=ratio(
+            sum(_known(r.draft_seconds_share) * r.seconds.get("generation", 0.0) for r in records), generation
+        ),
         generation_seconds=generation,
         tokens_per_second=ratio(tokens, generation),
         speedup_projected=speedup(
@@ -217,6 +268,8 @@ SUMMARY_LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("tokens per forward", lambda s: shown(s.tokens_per_forward)),
     ("drafted tokens per forward", lambda s: shown(s.drafted_per_forward)),
     ("acceptance", lambda s: shown(s.acceptance, ".0%")),
+    ("passes without drafts", lambda s: shown(s.plain_passes, ".0%")),
+    ("waiting for drafts, of generation", lambda s: shown(s.draft_seconds_share, ".1%")),
     ("generation, seconds per step", lambda s: shown(ratio(s.generation_seconds, s.steps))),
     ("generation, tokens per second", lambda s: shown(s.tokens_per_second, ".0f")),
     ("times as fast as plain, projected", lambda s: shown(s.speedup_projected)),

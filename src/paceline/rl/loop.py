@@ -17,7 +17,7 @@ from paceline.engines.hf import HFEngine
 from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot
 from paceline.report.html import write_report
 from paceline.report.live import Event, Plan
-from paceline.report.metrics import rollout_metrics, speedup
+from paceline.report.metrics import budget_metrics, rollout_metrics, speedup
 from paceline.report.trace import (
     MetricsWriter,
     PromptRow,
@@ -90,6 +90,7 @@ class Run:
             self.policy.engine_model(),
             drafter=self.drafter,
             budget=config.drafter.budget,
+            budget_config=config.budget,
             config=config.engine,
             seed=config.seed,
             eos_ids=self.policy.eos_ids,
@@ -142,8 +143,8 @@ class Run:
         requests = rollout_requests(items, group_size, config.sampling, config.seed, str(step))
         before = self.engine.stats()
         rollouts = self.engine.generate(requests)
-        forwards = self.engine.stats().forwards - before.forwards
         clock.lap("generation")
+        decisions = budget_metrics(before, self.engine.stats(), clock.seconds["generation"])
 
         of_rollout = [item for item in items for _ in range(group_size)]
         judged, errors = self._judge(of_rollout, rollouts)
@@ -203,7 +204,6 @@ class Run:
             epoch=self.curriculum.epoch(step),
             reward=float(rewards.mean()),
             reward_std=float(rewards.std()),
-            policy_forwards=forwards,
             loss=learned["loss"],
             grad_norm=learned["grad_norm"],
             lr=learned["lr"],
@@ -225,6 +225,7 @@ class Run:
                 for name in sorted({item.task for item in items})
             },
             events=self._take_events(),
+            **decisions,
             **rollout_metrics(rollouts),
         )
         clock.lap("other")
@@ -300,6 +301,7 @@ class Run:
                 "seed": self.config.seed,
                 "weight_version": self.engine.version,
                 "step_times": self.engine.table.state(),
+                "budget": self.engine.controller.state(),
             },
             blobs,
             warn=self._warn,
@@ -323,6 +325,10 @@ class Run:
         self.learner.load_state(found.tensors["optimiser"])
         self.engine.load_weights(int(found.meta["weight_version"]), self.policy.refit_tensors())
         self.engine.table.load_state(found.meta["step_times"])
+        try:
+            self.engine.controller.load_state(found.meta["budget"])
+        except (KeyError, TypeError, ValueError) as error:
+            self._warn("budget_lost", f"the checkpoint's record of what drafting brought is of no use ({error!r})")
         if isinstance(self.drafter, HistoryDrafter) and "history" in found.blobs:
             try:
                 self.drafter.restore(decode_snapshot(found.blobs["history"]))
