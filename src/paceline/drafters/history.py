@@ -1,15 +1,15 @@
-"""Drafts from history: what was said before, by the request itself, its siblings, earlier rollouts and other prompts."""
+"""Drafts from what was said before: by the request itself, its siblings, earlier rollouts and to other prompts."""
 
 import secrets
 from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
-import xxhash
 
 from paceline.config import HistoryConfig
 from paceline.history import Settings, make_history
 from paceline.history.base import Bytes, Int32s, Int64s
+from paceline.history.snapshot import Snapshot, SnapshotError, shard_of
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
 
@@ -61,7 +61,7 @@ class HistoryDrafter:
         self._started += len(requests)
         for number, request in zip(numbers.tolist(), requests, strict=True):
             self._live[request.request_id] = _Live(number, len(request.prompt))
-        shards = np.array([self._shard(request.prompt_key) for request in requests], dtype=np.int64)
+        shards = np.array([shard_of(request.prompt_key, self.salt) for request in requests], dtype=np.int64)
         self.history.start_batch(numbers, shards, *flat([request.prompt for request in requests]))
 
     def propose(self, request_ids: Sequence[str], budget: int) -> list[Draft]:
@@ -111,8 +111,30 @@ class HistoryDrafter:
         """Bytes that the memory of responses takes."""
         return self.history.nbytes
 
-    def _shard(self, prompt_key: str) -> int:
-        return xxhash.xxh3_64_intdigest(prompt_key.encode(), seed=self.salt) - (1 << 63)
+    def snapshot(self) -> Snapshot:
+        """Everything finished and learned, for ``history.snapshot.encode_snapshot``; no request in flight."""
+        return Snapshot(self.salt, self._version, *self.history.records(), votes=np.array(self.history.votes()))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Take over a snapshot: its salt, its sequences and what was learned; nothing where SnapshotError is raised.
+
+        Ages are kept: what was said n versions before the snapshot is n versions old now, so an engine that goes on
+        with the snapshot's weights loads them first. SnapshotError where something is held or in flight already, whose
+        prompts another salt would lose, and where the votes are those of another version of paceline.
+        """
+        if self.history.prompts or self._live:
+            raise SnapshotError("a history that holds prompts already takes no snapshot; restore into a fresh drafter")
+        try:
+            if len(snapshot.votes):
+                self.history.set_votes(snapshot.votes.tolist())
+        except ValueError as error:
+            raise SnapshotError(f"the history snapshot does not fit this version of paceline: {error}") from None
+        shards, are_prompts, versions, starts, offsets, tokens = snapshot.records
+        bounds = np.iinfo(np.int32)
+        moved = versions + np.int64(min(max(self._version - snapshot.version, -(1 << 32)), 1 << 32))
+        versions = moved.clip(bounds.min, bounds.max).astype(np.int32)
+        self.history.load(shards, are_prompts, versions, starts, offsets, tokens)
+        self.salt = snapshot.salt
 
 
 def _numbers(live: Sequence[_Live]) -> Int64s:
