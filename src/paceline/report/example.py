@@ -21,6 +21,7 @@ _SOURCE_NAMES = {
     "sibling": "drafted from a sibling of the group",
     "history": "drafted from an earlier epoch",
     "other": "drafted by another drafter",
+    "elsewhere": "drafted from answers to other prompts",
 }
 
 
