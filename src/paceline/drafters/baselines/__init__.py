@@ -24,17 +24,17 @@ __all__ = [
     "SuffixTreeDrafter",
 ]
 
-#: The best of a sweep over recorded GRPO runs; the output beginning with the prompt's end and the tree of the request's
-#: own text left out are what differs most from the published defaults.
-_TUNED = {"depth": 24, "factor": 4.0, "offset": 16.0, "min_prob": 0.02, "tree": True, "anchor": 4, "own": False}
+#: The best of a sweep over recorded GRPO runs. What differs most from the published defaults: trees, outputs that begin
+#: with the end of the prompt, and no tree of the request's own text.
+_TUNED = partial(SuffixTreeDrafter, depth=24, factor=4.0, offset=16.0, min_prob=0.02, tree=True, anchor=4, own=False)
 
 #: Constructors by name; each takes its options by keyword.
 BASELINES: dict[str, Callable[..., Drafter]] = {
     "prompt_lookup": PromptLookupDrafter,
     "prompt_lookup_earliest": partial(PromptLookupDrafter, newest=False),
     "suffix_tree": SuffixTreeDrafter,
-    "suffix_tree_tuned": partial(SuffixTreeDrafter, scope="prompt", **_TUNED),
-    "suffix_tree_global": partial(SuffixTreeDrafter, scope="global", **_TUNED),
+    "suffix_tree_tuned": partial(_TUNED, scope="prompt"),
+    "suffix_tree_global": partial(_TUNED, scope="global"),
     "ngramrl": NgramRLDrafter,
     "ngramrl_window": partial(NgramRLDrafter, window=64),
     "ngramrl_prefetch": NgramRLPrefetchDrafter,

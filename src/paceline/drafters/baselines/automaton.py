@@ -9,7 +9,8 @@ import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-_ROOT = 0
+#: The state of the empty string.
+ROOT = 0
 
 
 @dataclass
@@ -17,7 +18,7 @@ class _Sequence:
     """The tokens of one sequence and the state of all of it."""
 
     tokens: list[int] = field(default_factory=list)
-    state: int = _ROOT
+    state: int = ROOT
 
 
 class SuffixAutomaton:
@@ -68,7 +69,7 @@ class SuffixAutomaton:
     def drop(self, name: Hashable) -> None:
         """Forget a sequence; KeyError where there is none of that name."""
         sequence = self._sequences.pop(name)
-        state = _ROOT
+        state = ROOT
         for token in sequence.tokens:
             state = self._next[state][token]
             self._add_along_links(state, -1, None)
@@ -76,7 +77,7 @@ class SuffixAutomaton:
         if 2 * self._dropped_tokens > len(self._owners):
             self._clear()
             for kept, remaining in self._sequences.items():
-                remaining.state = _ROOT
+                remaining.state = ROOT
                 self._grow(kept, remaining, remaining.tokens)
 
     def matches(self, context: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -84,7 +85,7 @@ class SuffixAutomaton:
 
         One entry stands for all suffixes of ``shortest`` to ``longest`` tokens, which occur at the same places.
         """
-        state, length = _ROOT, 0
+        state, length = ROOT, 0
         counts = self.counts
         for token in context:
             while True:
@@ -92,13 +93,13 @@ class SuffixAutomaton:
                 if target is not None and counts[target]:
                     state, length = target, length + 1
                     break
-                if state == _ROOT:
+                if state == ROOT:
                     length = 0
                     break
                 state = self._link[state]
                 length = self._length[state]
         found = []
-        while state != _ROOT:
+        while state != ROOT:
             shorter = self._link[state]
             if length > self._length[shorter]:
                 found.append((state, self._length[shorter] + 1, length))
@@ -152,7 +153,7 @@ class SuffixAutomaton:
     def _add_along_links(self, state: int, change: int, now: int | None) -> None:
         """An occurrence of the longest string of ``state`` is one of all its suffixes."""
         counts, when, link = self.counts, self.when, self._link
-        while state != _ROOT:
+        while state != ROOT:
             counts[state] += change
             if now is not None:
                 when[state] = now
@@ -168,7 +169,7 @@ class SuffixAutomaton:
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
             state = self._link[state]
-        self._link[new] = _ROOT if state < 0 else self._exact(state, token, self._next[state][token])
+        self._link[new] = ROOT if state < 0 else self._exact(state, token, self._next[state][token])
         return new
 
     def _exact(self, state: int, token: int, target: int) -> int:

@@ -13,7 +13,7 @@ class HistoSpecDrafter(NgramRLDrafter):
     """
 
     def __init__(
-        self, initial: int = 8, grow: float = 2.0, shrink: float = 0.7, least: int = 4, **options: float
+        self, initial: int = 16, grow: float = 2.0, shrink: float = 0.7, least: int = 8, **options: float
     ) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         require(least >= 1, "least", least, ">= 1 token")

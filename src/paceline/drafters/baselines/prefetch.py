@@ -7,9 +7,14 @@ was ready.
 
 from heapq import nlargest
 
+from paceline.drafters.baselines.automaton import ROOT
 from paceline.drafters.baselines.base import HISTORY, Live, Proposal, require
 from paceline.drafters.baselines.ngramrl import NgramRLDrafter
 from paceline.schema import Outcome
+
+#: Occurrences, for each distinct token seen so far, that stand for tokens not seen yet; of 0.1, 0.3 and 1 the one with
+#: the best coverage on recorded runs.
+_ESCAPE = 0.3
 
 
 class NgramRLPrefetchDrafter(NgramRLDrafter):
@@ -73,16 +78,19 @@ class NgramRLPrefetchDrafter(NgramRLDrafter):
         return [outcome for _, outcome in nlargest(self.candidates, found)]
 
     def _following(self, live: Live, context: list[int]) -> dict[int, float]:
-        """Probabilities of the next token: longer matches first, the rest left to shorter ones (PPM, method C)."""
+        """Probabilities of the next token: longer matches first, the rest left to shorter ones (PPM).
+
+        The shortest match is the empty one, after which every token that is remembered may follow.
+        """
         outputs = self._memories[live.request.prompt_key].outputs
         probs: dict[int, float] = {}
         left = 1.0
-        for state, _, _ in outputs.matches(context):
+        for state in (*(state for state, _, _ in outputs.matches(context)), ROOT):
             children = [(token, outputs.counts[child]) for token, child in outputs.children(state)]
-            total = sum(count for _, count in children) + len(children)
+            escape = _ESCAPE * len(children)
+            total = sum(count for _, count in children) + escape
             for token, count in children:
-                if token not in probs:
-                    probs[token] = left * count / total
+                probs.setdefault(token, left * count / total)
             if children:
-                left *= len(children) / total
+                left *= escape / total
         return probs

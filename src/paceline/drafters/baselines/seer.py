@@ -16,7 +16,7 @@ class SeerDrafter(SuffixTreeDrafter):
         offset: float = 16.0,
         min_prob: float = 0.02,
         tree: bool = True,
-        anchor: int = 8,
+        anchor: int = 64,
         own: bool = False,
     ) -> None:
         super().__init__("group", depth, factor, offset, min_prob, tree, anchor=anchor, own=own)
