@@ -6,14 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.schema import Draft, as_tokens
+from paceline.schema import Draft, RolloutRequest, as_tokens
 from paceline.simulate.logs import Recorded, Step
 
 PROMPT = (7, 8, 9)
 
 
 def recorded(tokens: Sequence[int], epoch: int = 0, prompt: Sequence[int] = PROMPT) -> Recorded:
-    return Recorded(as_tokens(prompt), as_tokens(tokens), str(prompt), epoch)
+    key = RolloutRequest(request_id="", prompt=as_tokens(prompt)).prompt_key
+    return Recorded(as_tokens(prompt), as_tokens(tokens), key, epoch)
 
 
 def step(number: int, *responses: Sequence[int], epoch: int = 0) -> Step:

@@ -7,8 +7,9 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.history.snapshot import encode_snapshot
-from paceline.simulate.drafters import DRAFTERS
-from recorded import PROMPT, Scripted, oracle, write_lines, write_trace
+from paceline.simulate.drafters import drafter_by_name
+from paceline.simulate.replay import Replay
+from recorded import step, write_lines, write_trace
 
 SAID = list(range(20, 30))
 WANTED = {
@@ -63,28 +64,20 @@ def test_the_result_is_complete_as_json(trace, tmp_path):
     assert result["version"]
 
 
-class Remembering(Scripted):
-    """Knows what a snapshot says, and nothing else."""
+def test_cold_or_warm_is_stated_and_a_snapshot_changes_the_first_epoch(trace, tmp_path):  # field J4
+    earlier, response = drafter_by_name("history"), step(0, SAID)
+    Replay(earlier).play(response, response.requests())
+    (tmp_path / "old.bin").write_bytes(encode_snapshot(earlier.snapshot()))
 
-    def __init__(self):
-        super().__init__(lambda context, budget: None)
-
-    def restore(self, snapshot):
-        self.script = oracle(*(response for _, *responses in snapshot.values() for response in responses))
-
-
-def test_cold_or_warm_is_stated_and_a_snapshot_changes_the_first_epoch(trace, tmp_path, monkeypatch):  # field J4
-    monkeypatch.setitem(DRAFTERS, "remembering", Remembering)
-    cold = result_of(tmp_path, trace, "--drafters", "remembering")
-    assert (cold["state"], cold["traces"]["tiny"]["drafters"]["remembering"]["state"]) == ("cold", "cold")
-    assert cold["traces"]["tiny"]["drafters"]["remembering"]["tokens_per_forward"] == 1.0
-    (tmp_path / "old.bin").write_bytes(encode_snapshot({"a prompt": [list(PROMPT), SAID]}))
-    arguments = [trace, "--drafters", "remembering,prompt_lookup", "--warm", tmp_path / "old.bin"]
+    cold = result_of(tmp_path, trace, "--drafters", "history,prompt_lookup")
+    arguments = [trace, "--drafters", "history,prompt_lookup", "--warm", tmp_path / "old.bin"]
     warm = result_of(tmp_path, *arguments)
-    assert (warm["state"], warm["warm_from"]) == ("warm", str(tmp_path / "old.bin"))
-    found = warm["traces"]["tiny"]["drafters"]
-    assert found["remembering"]["tokens_per_forward_first_epoch"] == 10.0
-    assert (found["remembering"]["state"], found["prompt_lookup"]["state"]) == ("warm", "cold")
+    assert (cold["state"], warm["state"], warm["warm_from"]) == ("cold", "warm", str(tmp_path / "old.bin"))
+    before, after = (result["traces"]["tiny"]["drafters"]["history"] for result in (cold, warm))
+    assert (before["state"], after["state"]) == ("cold", "warm")
+    assert before["tokens_per_forward_first_epoch"] == 1.0
+    assert after["tokens_per_forward_first_epoch"] > 2.0
+    assert warm["traces"]["tiny"]["drafters"]["prompt_lookup"]["state"] == "cold"
     assert "warm start from" in invoke(*arguments).stdout
     assert "cold start" in invoke(trace).stdout
 
@@ -104,7 +97,8 @@ def test_a_cost_that_does_not_know_the_batch_says_so(tmp_path):
     done = invoke(trace, "--drafters", "history", "--cost", "smollm2-cpu")
     assert done.exit_code == 0
     assert done.stderr == (
-        "warning: tiny: no speedup is projected, for --cost smollm2-cpu knows no pass of so many rows; give a --batch\n"
+        "warning: tiny: no speedup is projected: --cost smollm2-cpu has no times for so many rows, "
+        "or none with drafts\n"
     )
 
 
@@ -144,6 +138,7 @@ def test_the_picture_is_written(trace, tmp_path, name):
         (["--drafters", "nobody"], "error: --drafters: unknown drafter 'nobody'; known: history, "),
         (["--drafters", "prompt_lookup", "--pool"], "step 0, drafter prompt_lookup: --pool: the drafter gives no prob"),
         (["--drafters", "prompt_lookup", "--warm", "x"], "error: --warm: none of prompt_lookup takes a snapshot"),
+        (["--drafters", "history", "--warm", "absent"], "error: absent: cannot be read: No such file"),
         (["--offer", "3"], "error: --offer says what a request may offer to the pool; add --pool"),
         (["--cost", "nothing"], "error: --cost nothing: no such file, and no preset"),
         (["--plot", "absent/x.png"], "error: --plot absent/x.png: cannot be written"),

@@ -27,8 +27,19 @@ def test_between_row_counts_the_time_is_linear_at_equal_tokens_a_row():
     assert cost.seconds(1, 5, 0) == 2.0, "fewer rows than were ever measured cost what the fewest do"
 
 
+def test_a_row_count_measured_once_takes_the_slope_of_the_nearest_that_was_measured_twice():
+    cost = MeasuredCost([(1, 1, [1.0]), (1, 5, [2.0]), (4, 8, [3.0])])
+    assert cost.seconds(4, 12, 0) == 4.0
+    assert cost.seconds(4, 4, 0) == 2.0
+    assert MeasuredCost([(4, 4, [3.0]), (4, 8, [7.0]), (2, 8, [3.5])]).seconds(2, 2, 0) == 3.0, "not below the fastest"
+
+
+def test_noise_never_makes_more_tokens_cheaper_than_those_that_were_measured():
+    assert MeasuredCost([(1, 1, [2.0]), (1, 5, [1.5])]).seconds(1, 9, 0) == 1.5
+
+
 def test_what_was_never_near_a_measurement_is_unknown():
-    cost = MeasuredCost([(1, 1, [1.0]), (1, 5, [2.0]), (4, 4, [3.0])])
+    cost = MeasuredCost([(1, 1, [1.0]), (4, 4, [3.0])])
     assert math.isnan(cost.seconds(5, 5, 0))
     assert math.isnan(cost.seconds(4, 8, 0))
 

@@ -22,8 +22,9 @@ class Cost(Protocol):
 class MeasuredCost:
     """Measured step times, taken as they are: the median where a pass was measured more than once.
 
-    Linear between measured tokens, with the last slope beyond them; between measured row counts linear at equal tokens
-    a row. NaN for more rows than were measured, and for more tokens than the only ones that were.
+    Linear between measured tokens, and beyond them with the slope at the last ones (of the nearest row count that has
+    one), never below the fastest pass; between measured row counts linear at equal tokens a row. NaN for more rows than
+    were measured, and where a slope is needed and there is none.
     """
 
     def __init__(self, measurements: Iterable[tuple[int, int, Sequence[float]]]) -> None:
@@ -31,6 +32,7 @@ class MeasuredCost:
         for rows, tokens, seconds in measurements:
             self._points.setdefault(rows, {})[tokens] = statistics.median(seconds)
         self._rows = sorted(self._points)
+        self._fastest = min(seconds for points in self._points.values() for seconds in points.values())
         self._seen: dict[tuple[int, int], float] = {}
 
     def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:  # noqa: ARG002
@@ -50,14 +52,26 @@ class MeasuredCost:
 
     def _at(self, rows: int, tokens_per_row: float) -> float:
         """Seconds at a measured row count."""
-        points, tokens = sorted(self._points[rows].items()), rows * tokens_per_row
-        if tokens <= points[0][0]:
-            return points[0][1]
-        if len(points) == 1:
+        points, tokens = self._sorted(rows), rows * tokens_per_row
+        for below, above in itertools.pairwise(points):
+            if below[0] <= tokens <= above[0]:
+                return _line(below, above, tokens)
+        nearest = points[0] if tokens <= points[0][0] else points[-1]
+        if tokens == nearest[0]:
+            return nearest[1]
+        slope = self._slope(rows)
+        return slope if math.isnan(slope) else max(self._fastest, nearest[1] + (tokens - nearest[0]) * slope)
+
+    def _slope(self, rows: int) -> float:
+        """Seconds a token at the most tokens measured, of the row count nearest to ``rows`` that was measured twice."""
+        several = [r for r in self._rows if len(self._points[r]) > 1]
+        if not several:
             return math.nan
-        within = (pair for pair in itertools.pairwise(points) if tokens <= pair[1][0])
-        below, above = next(within, (points[-2], points[-1]))
-        return _line(below, above, tokens)
+        below, above = self._sorted(min(several, key=lambda r: abs(r - rows)))[-2:]
+        return max(0.0, (above[1] - below[1]) / (above[0] - below[0]))
+
+    def _sorted(self, rows: int) -> list[tuple[int, float]]:
+        return sorted(self._points[rows].items())
 
 
 def _line(a: tuple[float, float], b: tuple[float, float], x: float) -> float:

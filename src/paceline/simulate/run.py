@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters.base import Drafter
-from paceline.history.snapshot import decode_snapshot
+from paceline.history.snapshot import Snapshot, read_snapshot
 from paceline.schema import PacelineError
 from paceline.simulate.cost import load_cost
 from paceline.simulate.drafters import drafter_by_name
@@ -46,7 +46,9 @@ def replay_traces(
     names = list(dict.fromkeys(drafters))
     # Built here, so that a bad name ends the call before the first trace, not after it.
     probes = {name: drafter_by_name(name) for name in names}
-    snapshot = None if warm is None else _read_snapshot(warm, probes)
+    if warm is not None and not any(hasattr(probe, "restore") for probe in probes.values()):
+        raise PacelineError(f"--warm: none of {', '.join(names)} takes a snapshot; leave it out")
+    snapshot = None if warm is None else read_snapshot(warm)
     takes = {name: snapshot is not None and hasattr(probe, "restore") for name, probe in probes.items()}
     result = ReplayResult(
         version=version("paceline"),
@@ -80,7 +82,7 @@ def replay_traces(
         name = _free_name(trace_name(path), result.traces)
         result.traces[name] = done
         if cost is not None and any(math.isnan(measured.projected_speedup) for measured in done.drafters.values()):
-            warn(f"{name}: no speedup is projected, for --cost {cost} knows no pass of so many rows; give a --batch")
+            warn(f"{name}: no speedup is projected: --cost {cost} has no times for so many rows, or none with drafts")
         on_trace(name, done)
     return result
 
@@ -92,20 +94,11 @@ def _free_name(name: str, taken: dict[str, TraceResult]) -> str:
     return next(free for number in itertools.count(2) if (free := f"{name} ({number})") not in taken)
 
 
-def _warmed(drafter: Drafter, data: bytes | None) -> Drafter:
+def _warmed(drafter: Drafter, snapshot: Snapshot | None) -> Drafter:
     """The drafter, with a snapshot's history where one is given and it takes one."""
-    if data is not None and hasattr(drafter, "restore"):
-        drafter.restore(decode_snapshot(data))
+    if snapshot is not None and hasattr(drafter, "restore"):
+        drafter.restore(snapshot)
     return drafter
-
-
-def _read_snapshot(path: Path, drafters: dict[str, Drafter]) -> bytes:
-    if not any(hasattr(drafter, "restore") for drafter in drafters.values()):
-        raise PacelineError(f"--warm: none of {', '.join(drafters)} takes a snapshot; leave it out")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise PacelineError(f"--warm {path}: cannot be read: {error.strerror or error}") from None
 
 
 def _trace_result(statistics: TraceStatistics, steps: int, replays: dict[str, Replay]) -> TraceResult:
