@@ -174,6 +174,7 @@ def test_a_value_outside_an_enumeration_lists_the_valid_ones(override, message):
         "drafter.max_match=0",
         "drafter.window=0",
         "drafter.factor=-1",
+        "engine.scouts=-1",
         "budget.margin=-0.1",
         "budget.probe_share=0.5",
         "budget.stragglers=-1",

@@ -80,13 +80,17 @@ class TaskConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """The reference engine. ``kv_tokens`` caps rows x length of the KV cache (0: no cap)."""
+    """The reference engine. ``kv_tokens`` caps rows x length of the KV cache (0: no cap).
+
+    Where requests outnumber the slots, ``scouts`` of each group start before the others (0: in the order of arrival).
+    """
 
     slots: int = 32
     max_batched_tokens: int = 1024
     kv_tokens: int = 0
     context: int = 0
     share_prompts: bool = True
+    scouts: int = 2
     refit_kv: Literal["recompute", "keep"] = "recompute"
 
     def __post_init__(self) -> None:
@@ -95,6 +99,7 @@ class EngineConfig(_Section):
         _require(self.max_batched_tokens >= self.slots, "max_batched_tokens", self.max_batched_tokens, least)
         _require(self.kv_tokens >= 0, "kv_tokens", self.kv_tokens, ">= 0 (0 is no cap)")
         _require(self.context >= 0, "context", self.context, ">= 0 (0 is the model's own)")
+        _require(self.scouts >= 0, "scouts", self.scouts, ">= 0 (0 is the order of arrival)")
 
 
 class DrafterConfig(_Section):
@@ -120,8 +125,8 @@ class BudgetConfig(_Section):
     """How much of what is offered is verified.
 
     ``adaptive`` measures what passes cost and verifies what pays, down to nothing. Drafts then depend on the clock:
-    tokens are the same on equal logits, but in float32 the shape of a pass moves the last bits of its logits, so that
-    near ties may fall differently from run to run. ``fixed`` verifies every offered node, and a run repeats bit for bit.
+    tokens are the same on equal logits, but in float32 the shape of a pass moves the last bits of its logits, so near
+    ties may fall differently from run to run. ``fixed`` verifies every offered node, and a run repeats bit for bit.
     """
 
     mode: Literal["adaptive", "fixed"] = "adaptive"
@@ -257,6 +262,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "engine.max_batched_tokens",
     "engine.kv_tokens",
     "engine.share_prompts",
+    "engine.scouts",
     "drafter",
     "budget",
     "check",

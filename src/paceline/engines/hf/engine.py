@@ -99,10 +99,7 @@ class HFEngine:
         self._check_open()
         samples = [sample for request in requests for sample in expand(request)]
         self._limits.check([request for request, _ in samples], {row.request_id for row in self._queue.rows()})
-        for request, index in samples:
-            params = request.params
-            stop_ids = params.stop_token_ids + (() if params.ignore_eos else self._eos_ids)
-            self._queue.add(request, index, stop_ids)
+        self._queue.add([(request, index, self._stop_ids(request)) for request, index in samples])
         if self.drafter is not None:
             self.drafter.start([request for request, _ in samples])
 
@@ -293,6 +290,10 @@ class HFEngine:
         if text is None and self.decode is not None:
             text = self.decode([int(token) for token in row.response])
         self._done.append(row.rollout(reason, text))
+
+    def _stop_ids(self, request: RolloutRequest) -> tuple[int, ...]:
+        params = request.params
+        return params.stop_token_ids + (() if params.ignore_eos else self._eos_ids)
 
     def _check_open(self) -> None:
         if self._closed:

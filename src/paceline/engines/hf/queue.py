@@ -1,6 +1,7 @@
 """Who runs and who waits: admission into KV slots, shared prompts, memory under a cap, preemption."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from paceline.config import EngineConfig
 from paceline.engines.hf.kv import KVSlots, Snapshot
@@ -8,6 +9,19 @@ from paceline.engines.hf.row import Row
 from paceline.schema import EngineStats, RolloutRequest
 
 _KV_STEP = 64
+
+
+def scouts_first(groups: Sequence[str], scouts: int) -> list[int]:
+    """The order in which requests start: the first of every group, then the second, up to ``scouts``, then all others.
+
+    ``groups`` names the group of each request; the others keep their order.
+    """
+    seen: Counter[str] = Counter()
+    rounds = []
+    for group in groups:
+        rounds.append(min(seen[group], scouts))
+        seen[group] += 1
+    return sorted(range(len(groups)), key=lambda index: rounds[index])
 
 
 class Queue:
@@ -26,10 +40,19 @@ class Queue:
         """All rows in flight."""
         return [*self.running, *self.waiting]
 
-    def add(self, request: RolloutRequest, sample_index: int, stop_ids: tuple[int, ...]) -> None:
-        """Queue a request behind those that came before."""
-        self.waiting.append(Row(request, sample_index, stop_ids, self._arrivals))
-        self._arrivals += 1
+    def add(self, samples: Sequence[tuple[RolloutRequest, int, tuple[int, ...]]]) -> None:
+        """Queue requests, each with its sample index and stop ids, behind those that came before.
+
+        Where they outnumber the slots, ``scouts`` of each group start first, one group after the other: what they say
+        is there to draft from when their siblings follow, group by group.
+        """
+        order = list(range(len(samples)))
+        if self.config.scouts and len(samples) > self.config.slots:
+            order = scouts_first([request.group or request.prompt_key for request, _, _ in samples], self.config.scouts)
+        for index in order:
+            request, sample_index, stop_ids = samples[index]
+            self.waiting.append(Row(request, sample_index, stop_ids, self._arrivals))
+            self._arrivals += 1
 
     def admit(self) -> None:
         """Move waiting rows into free slots, in order; one whose prompt a sibling is just computing waits for it."""
