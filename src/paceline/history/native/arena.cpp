@@ -130,18 +130,22 @@ void Arena::copy(const Sequence* sequence, uint32_t first, uint32_t last, int32_
     for (uint32_t index = first; index < last; ++index) *out++ = token(sequence, index);
 }
 
-int Arena::match_length(const Sequence* sequence, uint32_t end, const int32_t* context, int context_length) const {
+// How many tokens before `end`, which lies in `held` or at its end, equal the context's last ones.
+int Arena::match_length(const Block* held, uint32_t end, const int32_t* context, int context_length) const {
     const int most = std::min({static_cast<int>(std::min<uint32_t>(end, 1u << 30)), context_length, max_match_});
-    const Block* held = nullptr;
+    const int32_t* wanted = context + context_length;
     int length = 0;
-    for (uint32_t index = end - 1; length < most; --index) {
-        if (held == nullptr || index % kBlockTokens == kBlockTokens - 1) {
-            held = block(sequence->blocks[index / kBlockTokens]);
-        }
-        if (held->tokens[index % kBlockTokens] != context[context_length - 1 - length]) break;
-        ++length;
+    int run = static_cast<int>((end - 1) % kBlockTokens) + 1;  // tokens of the block that lie before `end`
+    while (true) {
+        const int32_t* held_end = held->tokens + run;
+        const int stop = std::min(most, length + run);
+        const int32_t* wanted_end = wanted - length;
+        const int first = length;
+        while (length < stop && held_end[first - length - 1] == wanted_end[first - length - 1]) ++length;
+        if (length < stop || length == most) return length;
+        held = block(held->sequence->blocks[held->index - 1]);
+        run = kBlockTokens;
     }
-    return length;
 }
 
 void Arena::search(const int32_t* context, int context_length, const Scope& scope, int most,
@@ -163,13 +167,23 @@ void Arena::search(const int32_t* context, int context_length, const Scope& scop
             if (held == nullptr) break;
             const Sequence* sequence = held->sequence;
             const uint32_t end = held->index * kBlockTokens + place % kBlockTokens + 1;
-            const int length = match_length(sequence, end, context, context_length);
+            const int length = match_length(held, end, context, context_length);
             if (length < orders_[order] || --visits < 0) break;  // another n-gram of the same fingerprint, or too many
-            place = held->links(order)[place % kBlockTokens];
+            const uint32_t offset = place % kBlockTokens;
+            place = held->links(order)[offset];
             const bool hidden = sequence->kind == Kind::dead || sequence->shard == scope.excluded_shard ||
                                 (sequence->kind == Kind::live && !scope.siblings && sequence != scope.self);
             if (hidden || end == sequence->length || length >= longer) continue;
-            out.push_back({sequence, end, token(sequence, end), length});
+            const Block* following = offset + 1 < kBlockTokens ? held : block(sequence->blocks[held->index + 1]);
+            const int32_t* at = following->tokens + end % kBlockTokens;
+            // Written in place: a copy of what was just written field by field stalls the processor.
+            out.emplace_back();
+            Match& match = out.back();
+            match.sequence = sequence;
+            match.at = at;
+            match.end = end;
+            match.next = *at;
+            match.length = length;
             if (out.size() == full) return;
         }
         longer = orders_[order];

@@ -20,11 +20,11 @@ constexpr uint32_t kNoPlace = 0xFFFFFFFF;
 enum class Kind : uint8_t { prompt, live, kept, dead };
 
 struct Sequence {
-    int64_t shard = 0;      // whose prompt it answers
-    int32_t version = 0;    // of the policy that said it
-    int32_t start = 0;      // how many tokens of the prompt's tail come before the response
+    int64_t shard = 0;    // whose prompt it answers
+    int32_t version = 0;  // of the policy that said it
+    int32_t start = 0;    // how many tokens of the prompt's tail come before the response
     Kind kind = Kind::live;
-    uint64_t rank = 0;      // in the order of finishing
+    uint64_t rank = 0;  // in the order of finishing
     uint32_t length = 0;
     std::vector<uint32_t> blocks;
     std::list<Sequence>::iterator self;
@@ -33,7 +33,8 @@ struct Sequence {
 // A place after which something is known: `next` followed the `length` tokens that equal the end of the context.
 struct Match {
     const Sequence* sequence;
-    uint32_t end;  // index of `next` in the sequence
+    const int32_t* at;  // where `next` is stored
+    uint32_t end;       // index of `next` in the sequence
     int32_t next;
     int32_t length;
 };
@@ -59,6 +60,14 @@ class Arena {
 
     int32_t token(const Sequence* sequence, uint32_t index) const {
         return block(sequence->blocks[index / kBlockTokens])->tokens[index % kBlockTokens];
+    }
+    // Moves a match on by the token that followed it; false where nothing follows any more.
+    bool advance(Match& match) const {
+        if (++match.end == match.sequence->length) return false;
+        const uint32_t offset = match.end % kBlockTokens;
+        match.at = offset != 0 ? match.at + 1 : block(match.sequence->blocks[match.end / kBlockTokens])->tokens;
+        match.next = *match.at;
+        return true;
     }
     void copy(const Sequence* sequence, uint32_t first, uint32_t last, int32_t* out) const;
 
@@ -119,7 +128,7 @@ class Arena {
     Block* allocate(Sequence* sequence);
     void release(uint32_t number);
     void drop_if_empty(std::unique_ptr<Page>& page);
-    int match_length(const Sequence* sequence, uint32_t end, const int32_t* context, int context_length) const;
+    int match_length(const Block* held, uint32_t end, const int32_t* context, int context_length) const;
     size_t block_bytes() const { return sizeof(Block) + orders_.size() * kBlockTokens * sizeof(uint32_t); }
     size_t sequence_bytes(const Sequence& sequence) const;
 

@@ -333,8 +333,8 @@ bool History::evict_one() {
     while (!order_.empty()) {
         const auto [rank, id] = order_.front();
         const auto found = shards_.find(id);
-        const bool stale = found == shards_.end() || found->second->finished.empty() ||
-                           found->second->finished.front().rank != rank;
+        const bool stale =
+            found == shards_.end() || found->second->finished.empty() || found->second->finished.front().rank != rank;
         if (!stale) break;
         order_.pop_front();
     }
@@ -428,7 +428,9 @@ void History::load(const Records& records) {
         throw std::invalid_argument("records of unequal lengths");
     }
     const auto tokens = [&records](size_t i) { return records.tokens.data() + records.offsets[i]; };
-    const auto length = [&records](size_t i) { return static_cast<size_t>(records.offsets[i + 1] - records.offsets[i]); };
+    const auto length = [&records](size_t i) {
+        return static_cast<size_t>(records.offsets[i + 1] - records.offsets[i]);
+    };
     std::unordered_map<int64_t, size_t> prompts;
     for (size_t i = 0; i < count; ++i) {
         if (records.starts[i] < 0 || static_cast<size_t>(records.starts[i]) > length(i)) {

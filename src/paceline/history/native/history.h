@@ -1,4 +1,5 @@
-// The history of a run behind one batch interface: an arena per prompt, one over all prompts, and the requests in flight.
+// The history of a run behind one batch interface: an arena per prompt, one over all prompts, and the requests in
+// flight.
 //
 // Calls alternate between reading (propose, prefetch) and writing (start, commit, finish). While the arenas are read
 // nobody writes, so readers take no locks; while they are written each has one writer.
@@ -19,9 +20,9 @@
 namespace paceline {
 
 struct Settings {
-    int64_t window = 64;              // finished responses kept a prompt
-    int64_t elsewhere_tokens = 0;     // most tokens kept of all prompts' responses; 0: no such arena
-    int64_t cap_bytes = 0;            // of all arenas; 0: no cap
+    int64_t window = 64;           // finished responses kept a prompt
+    int64_t elsewhere_tokens = 0;  // most tokens kept of all prompts' responses; 0: no such arena
+    int64_t cap_bytes = 0;         // of all arenas; 0: no cap
     bool siblings = true;
     double floor = 0.005;
     int matches = 32;
@@ -125,7 +126,7 @@ class History {
     std::unordered_map<int64_t, std::unique_ptr<Shard>> shards_;
     Arena elsewhere_;
     std::deque<Finished> elsewhere_finished_;
-    size_t elsewhere_held_ = 0;                          // tokens of finished responses there
+    size_t elsewhere_held_ = 0;                       // tokens of finished responses there
     std::deque<std::pair<uint64_t, int64_t>> order_;  // rank and shard of every finished response
     std::unordered_map<int64_t, Live> live_;
     int64_t version_ = 0;

@@ -28,12 +28,15 @@ Span<T> span(const In<T>& array) {
     return {array.data(), array.size()};
 }
 
-// A numpy array that owns what the vector held.
+// A numpy array of what the owner holds.
 template <class T>
-Out<T> array(std::vector<T>&& values) {
-    auto* held = new std::vector<T>(std::move(values));
-    nb::capsule owner(held, [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
-    return Out<T>(held->data(), {held->size()}, owner);
+Out<T> array(std::vector<T>& values, const nb::capsule& owner) {
+    return Out<T>(values.data(), {values.size()}, owner);
+}
+
+template <class T>
+nb::capsule own(T* held) {
+    return nb::capsule(held, [](void* pointer) noexcept { delete static_cast<T*>(pointer); });
 }
 
 template <class T>
@@ -42,25 +45,25 @@ std::vector<T> vector(const In<T>& values) {
 }
 
 nb::tuple propose(History& history, const In<int64_t>& requests, int budget) {
-    Drafts drafts;
+    auto* held = new Drafts;
+    const nb::capsule owner = own(held);
     {
         nb::gil_scoped_release unlocked;
-        drafts = history.propose(span(requests), budget);
+        *held = history.propose(span(requests), budget);
     }
-    return nb::make_tuple(array(std::move(drafts.tokens)), array(std::move(drafts.parents)),
-                          array(std::move(drafts.probs)), array(std::move(drafts.sources)),
-                          array(std::move(drafts.offsets)), array(std::move(drafts.ready)));
+    return nb::make_tuple(array(held->tokens, owner), array(held->parents, owner), array(held->probs, owner),
+                          array(held->sources, owner), array(held->offsets, owner), array(held->ready, owner));
 }
 
 nb::tuple records(History& history) {
-    Records held;
+    auto* held = new Records;
+    const nb::capsule owner = own(held);
     {
         nb::gil_scoped_release unlocked;
-        held = history.records();
+        *held = history.records();
     }
-    return nb::make_tuple(array(std::move(held.shards)), array(std::move(held.are_prompts)),
-                          array(std::move(held.versions)), array(std::move(held.starts)),
-                          array(std::move(held.offsets)), array(std::move(held.tokens)));
+    return nb::make_tuple(array(held->shards, owner), array(held->are_prompts, owner), array(held->versions, owner),
+                          array(held->starts, owner), array(held->offsets, owner), array(held->tokens, owner));
 }
 
 void load(History& history, const In<int64_t>& shards, const In<uint8_t>& are_prompts, const In<int32_t>& versions,
@@ -93,8 +96,8 @@ NB_MODULE(_native, module) {
                 settings.patient = patient;
                 new (self) History(settings);
             },
-            nb::arg("window"), nb::arg("elsewhere_tokens"), nb::arg("cap_bytes"), nb::arg("siblings"),
-            nb::arg("floor"), nb::arg("matches"), nb::arg("threads"), nb::arg("patient"))
+            nb::arg("window"), nb::arg("elsewhere_tokens"), nb::arg("cap_bytes"), nb::arg("siblings"), nb::arg("floor"),
+            nb::arg("matches"), nb::arg("threads"), nb::arg("patient"))
         .def(
             "start_batch",
             [](History& self, const In<int64_t>& requests, const In<int64_t>& shards, const In<int32_t>& tokens,

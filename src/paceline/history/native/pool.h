@@ -78,7 +78,8 @@ class Pool {
     struct Loop {
         const Body* body = nullptr;
         size_t count = 0, next = 0, running = 0;
-        size_t shares = 1;  // what is left is cut into so many; they shrink towards the end, so nobody waits long for it
+        size_t shares =
+            1;  // what is left is cut into so many; they shrink towards the end, so nobody waits long for it
         bool open() const { return body != nullptr && next < count; }
     };
 

@@ -61,7 +61,11 @@ class Grower {
         Node& node = tree_.nodes[at];
         node.expanded = true;
         node.first_vote = static_cast<uint32_t>(tree_.votes.size());
-        for (const Candidate& candidate : candidates) tree_.votes.push_back({candidate.match.next, candidate.features});
+        for (const Candidate& candidate : candidates) {
+            tree_.votes.emplace_back();
+            tree_.votes.back().token = candidate.match.next;
+            tree_.votes.back().features = candidate.features;
+        }
         node.last_vote = static_cast<uint32_t>(tree_.votes.size());
         const double total = tally(votes_, tree_.votes.data() + node.first_vote, candidates.size(), scratch_.children);
         for (const Support& child : scratch_.children) {
@@ -76,13 +80,15 @@ class Grower {
     void carry(int at, std::vector<Candidate>& candidates) {
         const Node& node = tree_.nodes[at];
         for (const Candidate& before : scratch_.candidates[node.parent]) {
-            if (before.match.next != node.token || before.match.end + 1 == before.match.sequence->length) continue;
-            Candidate moved = before;
-            ++moved.match.end;
+            if (before.match.next != node.token) continue;
+            candidates.push_back(before);
+            Candidate& moved = candidates.back();
+            if (!arena_of(moved).advance(moved.match)) {
+                candidates.pop_back();
+                continue;
+            }
             moved.match.length = std::min(moved.match.length + 1, kMaxLength);
-            moved.match.next = arena_of(moved).token(moved.match.sequence, moved.match.end);
             moved.features.length = static_cast<uint8_t>(moved.match.length);
-            candidates.push_back(moved);
         }
     }
 
@@ -117,10 +123,13 @@ class Grower {
             const Tier tier = tier_of(evidence_, *match.sequence, elsewhere);
             const int64_t there = static_cast<int64_t>(match.end) - match.sequence->start;
             const int offset = tier == kOwn ? kOffsets - 1 : offset_bucket(there - here);
-            candidates.push_back({match,
-                                  {static_cast<uint8_t>(match.length),
-                                   static_cast<uint8_t>(age_bucket(evidence_.version - match.sequence->version)), tier,
-                                   static_cast<uint8_t>(offset)}});
+            candidates.emplace_back();
+            Candidate& candidate = candidates.back();
+            candidate.match = match;
+            candidate.features.length = static_cast<uint8_t>(match.length);
+            candidate.features.age = static_cast<uint8_t>(age_bucket(evidence_.version - match.sequence->version));
+            candidate.features.tier = tier;
+            candidate.features.offset = static_cast<uint8_t>(offset);
         }
     }
 

@@ -52,9 +52,9 @@ struct Evidence {
 };
 
 struct GrowthLimits {
-    int budget = 16;      // nodes
+    int budget = 16;       // nodes
     double floor = 0.005;  // least probability of a node
-    int matches = 32;     // the most that vote, own and elsewhere each
+    int matches = 32;      // the most that vote, own and elsewhere each
 };
 
 struct Candidate {

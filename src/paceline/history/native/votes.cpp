@@ -41,7 +41,12 @@ int offset_bucket(int64_t tokens) {
 int calibration_cell(double share, const Support& support) {
     const int share_bucket = std::min(kShares - 1, static_cast<int>(share * kShares));
     const int longest = support.longest;
-    const int length = longest <= 1 ? 0 : longest <= 2 ? 1 : longest <= 4 ? 2 : longest <= 8 ? 3 : longest <= 16 ? 4 : 5;
+    const int length = longest <= 1    ? 0
+                       : longest <= 2  ? 1
+                       : longest <= 4  ? 2
+                       : longest <= 8  ? 3
+                       : longest <= 16 ? 4
+                                       : 5;
     const int count = support.count <= 1 ? 0 : support.count <= 3 ? 1 : support.count <= 8 ? 2 : 3;
     const int tier = support.best.tier >= kElsewhere ? 1 : 0;
     const int age = support.best.age > 0 ? 1 : 0;
