@@ -158,13 +158,15 @@ def test_what_a_drafter_does_not_know_is_nan():
 def test_prefetch_coverage_counts_the_drafts_after_a_request_s_first():
     odd = {"tokens": [1], "prefetched": True}
     result, _ = play(lambda context, budget: odd if len(context) % 2 else {"tokens": [1]}, step(0, TEN))
-    assert result.prefetch_coverage == 4 / 9
+    assert result.prefetch_coverage == result.by_epoch["0"].prefetch_coverage == 4 / 9
 
 
 def test_a_prefetcher_hears_of_the_verified_drafts_before_they_are_committed():
     drafter = Scripted(lambda context, budget: oracle(TEN)(context, 100))
     drafter.verifying = lambda drafts: drafter.calls.append(("verifying", [d.tokens.tolist() for d in drafts]))
-    Replay(drafter, budget=4).play(step(0, TEN), step(0, TEN).requests())
+    replay = Replay(drafter, budget=4)
+    replay.play(step(0, TEN), step(0, TEN).requests())
+    assert replay.result().prefetch_coverage == 0.0, "it prefetches, and nothing was ready"
     assert drafter.of("verifying") == [[TEN[:4]], [TEN[5:9]]]
     assert [name for name, _ in drafter.calls][1:4] == ["propose", "verifying", "commit"]
 

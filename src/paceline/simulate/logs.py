@@ -145,18 +145,23 @@ def _prompts_beside(file: Path) -> dict[tuple[str, int], list[int]]:
     return {(row.task, row.prompt_id): row.tokens for row in read_prompts(beside)}
 
 
-@lru_cache(maxsize=1)
-def load_tokenizer(name: str) -> Encode:
-    """The tokenizer ``name`` as a function. Raises PacelineError where it cannot be loaded."""
+def pretrained_tokenizer(name: str) -> Any:
+    """The tokenizer that ``--tokenizer`` names. Raises PacelineError where it cannot be loaded."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise PacelineError("--tokenizer needs transformers; pip install 'paceline[hf]'") from None
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PacelineError(f"--tokenizer {name}: cannot be loaded: {reason}") from None
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(name: str) -> Encode:
+    """The tokenizer ``name`` as a function from text to token ids. Raises PacelineError where it cannot be loaded."""
+    tokenizer = pretrained_tokenizer(name)
 
     def encode(text: Any, is_prompt: bool) -> list[int]:
         if isinstance(text, list):

@@ -24,30 +24,33 @@ _BINS = 10
 class _Tally:
     """Sums over row-forwards."""
 
-    __slots__ = ("accepted", "drafted", "forwards", "hits", "tokens")
+    __slots__ = ("accepted", "drafted", "forwards", "hits", "prefetchable", "prefetched", "tokens")
 
     def __init__(self) -> None:
         self.tokens = self.forwards = self.drafted = self.accepted = self.hits = 0
+        self.prefetchable = self.prefetched = 0
 
-    def add(self, other: "_Tally | _Row") -> None:
+    def add(self, other: "_Tally") -> None:
         self.tokens += other.tokens
         self.forwards += other.forwards
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.hits += other.hits
+        self.prefetchable += other.prefetchable
+        self.prefetched += other.prefetched
 
 
-class _Row:
+class _Row(_Tally):
     """A request in flight: ``tokens`` of its ``recorded`` ones are emitted."""
 
-    __slots__ = ("accepted", "drafted", "epoch", "forwards", "hits", "prompt_length", "recorded", "request", "tokens")
+    __slots__ = ("epoch", "prompt_length", "recorded", "request")
 
     def __init__(self, request: RolloutRequest, recorded: Tokens, epoch: int) -> None:
+        super().__init__()
         self.request = request
         self.recorded = recorded
         self.epoch = epoch
         self.prompt_length = len(request.prompt)
-        self.tokens = self.forwards = self.drafted = self.accepted = self.hits = 0
 
     def rollout(self) -> Rollout:
         """The recorded rollout as an engine would hand it out; what a log does not hold is NaN."""
@@ -100,7 +103,7 @@ class Replay:
         self._steps: list[tuple[int, int]] = []
         self._draft_us = array("d")
         self._insert_seconds = 0.0
-        self._drafts = self._prefetched = self._stale = 0
+        self._stale = 0
         self._bins = np.zeros((3, _BINS))
         self._rated: list[tuple[npt.NDArray[np.float32], Sequence[int]]] = []
         self._seconds = self._plain_seconds = 0.0
@@ -138,8 +141,8 @@ class Replay:
                 kept = self._accept(draft, row.recorded[at : at + drafted])
                 row.hits += 1
                 if at:  # before its first pass a request has no outcome to prepare for
-                    self._drafts += 1
-                    self._prefetched += draft.prefetched
+                    row.prefetchable += 1
+                    row.prefetched += draft.prefetched
                 row.drafted += drafted
                 row.accepted += kept
                 verified += drafted
@@ -243,7 +246,7 @@ class Replay:
             insert_us_per_token=ratio(self._insert_seconds * 1e6, total.tokens),
             bytes_per_token=self._bytes_per_token(),
             calibration_error=ratio(float(np.abs(probable - accepted).sum()), float(rated.sum())),
-            prefetch_coverage=self._prefetch_coverage(),
+            prefetch_coverage=self._prefetch_coverage(total),
             projected_speedup=math.nan if self.cost is None else speedup(self._plain_seconds, self._seconds),
             stale_drafts=self._stale,
             by_epoch={
@@ -252,6 +255,7 @@ class Replay:
                     acceptance=acceptance(tally.accepted, tally.drafted),
                     hit_rate=ratio(tally.hits, tally.forwards),
                     drafted_per_forward=ratio(tally.drafted, tally.forwards),
+                    prefetch_coverage=self._prefetch_coverage(tally),
                 )
                 for epoch, tally in sorted(self._epochs.items())
             },
@@ -264,10 +268,9 @@ class Replay:
             return math.nan
         return ratio(float(held), float(getattr(self.drafter, "tokens_held", self._all.tokens)))
 
-    def _prefetch_coverage(self) -> float:
-        if not self._prefetched and not getattr(self.drafter, "prefetches", False):
-            return math.nan
-        return ratio(self._prefetched, self._drafts)
+    def _prefetch_coverage(self, tally: _Tally) -> float:
+        prefetches = self._all.prefetched or isinstance(self.drafter, Prefetcher)
+        return ratio(tally.prefetched, tally.prefetchable) if prefetches else math.nan
 
 
 def tree_path(draft: Draft, recorded: Tokens) -> list[int]:

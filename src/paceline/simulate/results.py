@@ -17,6 +17,7 @@ class EpochResult(msgspec.Struct, kw_only=True):
     acceptance: float
     hit_rate: float
     drafted_per_forward: float
+    prefetch_coverage: float
 
 
 class DrafterResult(msgspec.Struct, kw_only=True):
