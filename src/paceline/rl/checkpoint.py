@@ -22,11 +22,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.report.trace import sync_folder
+from paceline.rl.layout import BLOB, MARKER, newest_first
 
-_MARKER, _META, _TENSORS, _BLOB = "COMPLETE", "meta.json", ".safetensors", ".blob"
+_META, _TENSORS = "meta.json", ".safetensors"
 _SCRATCH = ".writing-"
-# ``.old`` is a checkpoint of the same step that was about to be replaced when the process ended.
-_STEP = re.compile(r"step-(\d{6,})(\.old)?")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|blob|json)")
 _CHUNK_BYTES = 1 << 22
@@ -81,9 +80,9 @@ def save(
                 for group, group_tensors in tensors.items()
             }
             for name, blob in (blobs or {}).items():
-                hashes[f"{name}{_BLOB}"] = _write(fresh / f"{name}{_BLOB}", blob)
+                hashes[f"{name}{BLOB}"] = _write(fresh / f"{name}{BLOB}", blob)
             hashes[_META] = _write(fresh / _META, json.dumps({**meta, "step": step}, indent=2).encode())
-            _write(fresh / _MARKER, json.dumps(hashes, indent=2).encode())
+            _write(fresh / MARKER, json.dumps(hashes, indent=2).encode())
             sync_folder(fresh)
             _put_in_place(fresh, target)
     except OSError as error:
@@ -97,7 +96,7 @@ def load_latest(directory: Path, warn: Warn = _as_python_warning) -> Checkpoint 
 
     Each one passed over is reported as ``checkpoint_skipped``. OSError where ``directory`` cannot be listed.
     """
-    for path in _newest_first(directory):
+    for path in newest_first(directory):
         try:
             return _load(path)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -112,39 +111,32 @@ def prune(directory: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
-    complete = [path for path in _newest_first(directory) if (path / _MARKER).is_file()]
+    complete = [path for path in newest_first(directory) if (path / MARKER).is_file()]
     doomed = complete[keep:]
     if complete:
-        doomed += [path for path in _newest_first(directory) if path not in complete]
+        doomed += [path for path in newest_first(directory) if path not in complete]
     doomed += sorted(path for path in directory.glob(f"{_SCRATCH}*") if path.is_dir())
     for path in doomed:
         shutil.rmtree(path, ignore_errors=True)
     return doomed
 
 
-def _newest_first(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    named = [(match, path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [path for match, path in sorted(named, key=lambda it: (-int(it[0][1]), it[0][2] or ""))]
-
-
 def _load(path: Path) -> Checkpoint:
-    if not (path / _MARKER).is_file():
-        raise ValueError(f"no {_MARKER}, so it was not written to the end")
-    hashes = json.loads((path / _MARKER).read_bytes())
+    if not (path / MARKER).is_file():
+        raise ValueError(f"no {MARKER}, so it was not written to the end")
+    hashes = json.loads((path / MARKER).read_bytes())
     if not isinstance(hashes, dict) or _META not in hashes:
-        raise ValueError(f"{_MARKER} lists no {_META}")
+        raise ValueError(f"{MARKER} lists no {_META}")
     tensors, blobs = {}, {}
     for name, expected in hashes.items():
         if not _FILE.fullmatch(name):
-            raise ValueError(f"{_MARKER} lists {name!r}, which is no file of a checkpoint")
+            raise ValueError(f"{MARKER} lists {name!r}, which is no file of a checkpoint")
         if _hash(path / name) != expected:
-            raise ValueError(f"{name} is corrupt: its hash is not the one in {_MARKER}")
+            raise ValueError(f"{name} is corrupt: its hash is not the one in {MARKER}")
         if name.endswith(_TENSORS):
             tensors[name.removesuffix(_TENSORS)] = safetensors.torch.load_file(path / name)
-        elif name.endswith(_BLOB):
-            blobs[name.removesuffix(_BLOB)] = (path / name).read_bytes()
+        elif name.endswith(BLOB):
+            blobs[name.removesuffix(BLOB)] = (path / name).read_bytes()
     meta = json.loads((path / _META).read_bytes())
     return Checkpoint(step=int(meta["step"]), path=path, tensors=tensors, meta=meta, blobs=blobs)
 
@@ -183,5 +175,5 @@ def _put_in_place(fresh: Path, target: Path) -> None:
 
 def clear(directory: Path) -> None:
     """Delete every checkpoint in ``directory``, for a run that starts anew in its folder."""
-    for path in (*_newest_first(directory), *directory.glob(f"{_SCRATCH}*")):
+    for path in (*newest_first(directory), *directory.glob(f"{_SCRATCH}*")):
         shutil.rmtree(path, ignore_errors=True)

@@ -5,10 +5,11 @@ from pathlib import Path
 from paceline.config import Config, dump_config, load_config, unlike_settings
 from paceline.report.trace import write_atomically
 from paceline.rl import checkpoint
+from paceline.rl.layout import CHECKPOINTS as CHECKPOINTS
 from paceline.schema import PacelineError
 
 CONFIG, METRICS, ROLLOUTS, PROMPTS = "config.yaml", "metrics.jsonl", "rollouts.jsonl", "prompts.jsonl"
-CHECKPOINTS, POLICY = "checkpoints", "policy"
+POLICY = "policy"
 
 
 class RunExistsError(PacelineError):

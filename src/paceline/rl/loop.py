@@ -14,7 +14,7 @@ from paceline.budget.steptime import plain_generation_seconds
 from paceline.config import Config
 from paceline.drafters import HistoryDrafter, make_drafter
 from paceline.engines.hf import HFEngine
-from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot
+from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot, read_snapshot
 from paceline.report.html import write_report
 from paceline.report.live import Event, Plan
 from paceline.report.metrics import budget_metrics, rollout_metrics, speedup
@@ -32,6 +32,7 @@ from paceline.rl import checkpoint, folder
 from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.identity import Identity, check_identity
+from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.policy import Policy
 from paceline.rl.rewards import Judge
@@ -62,6 +63,8 @@ def train(
     try:
         if resume:
             run.resume()
+        else:
+            run.warm_start()
         with stop_after_step() as stopping:
             run.steps(stopping)
     finally:
@@ -292,7 +295,7 @@ class Run:
         """Write a checkpoint of everything that the next step depends on, and drop the old ones."""
         blobs = {}
         if isinstance(self.drafter, HistoryDrafter):
-            blobs["history"] = encode_snapshot(self.drafter.snapshot())
+            blobs[HISTORY] = encode_snapshot(self.drafter.snapshot())
         saved = checkpoint.save(
             self.out / folder.CHECKPOINTS,
             self._next_step,
@@ -318,6 +321,7 @@ class Run:
                 truncate_from(self.out / name, self._next_step)
         if found is None:
             self.tell("there is no checkpoint yet; the run starts from its beginning")
+            self.warm_start()
             return
         if (self.out / folder.METRICS).is_file():
             self.records = read_metrics(self.out / folder.METRICS)
@@ -329,12 +333,26 @@ class Run:
             self.engine.controller.load_state(found.meta["budget"])
         except (KeyError, TypeError, ValueError) as error:
             self._warn("budget_lost", f"the checkpoint's record of what drafting brought is of no use ({error!r})")
-        if isinstance(self.drafter, HistoryDrafter) and "history" in found.blobs:
+        if isinstance(self.drafter, HistoryDrafter) and HISTORY in found.blobs:
             try:
-                self.drafter.restore(decode_snapshot(found.blobs["history"]))
+                self.drafter.restore(decode_snapshot(found.blobs[HISTORY]))
             except SnapshotError as error:
-                self._warn("history_lost", str(error))
+                self._warn("history_lost", f"{error}; history starts cold")
         self.tell(f"resumed after step {self._next_step - 1}")
+
+    def warm_start(self) -> None:
+        """Start from the history that ``drafter.history.warm`` names, where it names one that can be used."""
+        warm = self.config.drafter.history.warm
+        if warm is None or not isinstance(self.drafter, HistoryDrafter):
+            return
+        try:
+            file = history_file(Path(warm).expanduser())
+            self.drafter.restore(read_snapshot(file))
+        except SnapshotError as error:
+            self._warn("history_lost", f"drafter.history.warm: {error}; history starts cold")
+        else:
+            held = self.drafter.history
+            self.tell(f"history starts warm, from {file}: {held.prompts} prompts, {held.tokens} tokens")
 
     def _warn(self, event: str, message: str) -> None:
         self._events[event] += 1
