@@ -59,6 +59,29 @@ def test_ngramrl_takes_two_epochs_or_a_number_of_outputs_if_asked():
         assert drafted(drafter, "new") == first
 
 
+def test_what_a_sibling_has_just_finished_serves_from_the_next_epoch_on():
+    drafter = NgramRLDrafter()
+    begin(drafter, "a", "b", group="e0")
+    end(drafter, "a", [1, 2])
+    say(drafter, "b", [1])
+    assert drafted(drafter, "b") == []
+    end(drafter, "b", [1])
+    begin(drafter, "new", group="e1")
+    say(drafter, "new", [1])
+    assert drafted(drafter, "new") == [2]
+
+
+def test_the_order_in_which_siblings_end_does_not_matter():
+    for order in ("ab", "ba"):
+        drafter = NgramRLDrafter()
+        begin(drafter, "a", "b", group="e0")
+        for name in order:
+            end(drafter, name, [1, 2] if name == "a" else [1, 3])
+        begin(drafter, "new", group="e1")
+        assert drafted(drafter, "new") == [1, 3]
+        assert drafter.tokens_held == 10, "two outputs of two tokens, and the prompt before each"
+
+
 def test_an_epoch_ends_when_another_group_starts_even_if_some_are_in_flight():
     drafter = NgramRLDrafter()
     visit(drafter, [1, 2], group="e0")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from driving import begin, drafted, say, visit
-from paceline.config import EngineConfig
+from paceline.config import BudgetConfig
 from paceline.drafters.baselines import BASELINES
 from paceline.engines.hf import HFEngine
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
@@ -26,7 +26,7 @@ def requests():
 
 
 def run(model, drafter=None):
-    engine = HFEngine(model, drafter=drafter, seed=3, config=EngineConfig())
+    engine = HFEngine(model, drafter=drafter, seed=3, budget_config=BudgetConfig(mode="fixed"))
     try:
         return [rollout.tokens.tolist() for rollout in engine.generate(requests())], engine.stats()
     finally:

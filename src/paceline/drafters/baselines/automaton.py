@@ -54,6 +54,11 @@ class SuffixAutomaton:
         return list(self._sequences)
 
     @property
+    def tokens_held(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(len(sequence.tokens) for sequence in self._sequences.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the lists and dictionaries that are held, an estimate: shared integers are not counted."""
         flat = (self._next, self._link, self._length, self.counts, self.when, self._owners)

@@ -11,36 +11,50 @@ from paceline.drafters.baselines.base import HISTORY, Baseline, Live, Proposal, 
 
 
 class Memory:
-    """The outputs to one prompt, each with the visit (one group's turn, once an epoch) in which it was given."""
+    """The outputs to one prompt, each with the visit (one group's turn, once an epoch) in which it was given.
+
+    The outputs of a visit serve from the next one on, in the order in which the requests started. In the order in which
+    they end the longest would be the newest and be copied first, and drafts would be worse.
+    """
 
     def __init__(self) -> None:
         self.outputs = SuffixAutomaton()
         self.visit = 0
         self._groups: set[str] = set()
         self._in_flight = 0
+        self._started = 0
+        self._waiting: dict[int, list[int]] = {}
         self._kept: deque[tuple[int, int]] = deque()
         self._remembered = 0
 
-    def begin(self, group: str) -> int:
-        """A request starts; the number of its visit. One of another group, or after a pause, opens a new visit."""
+    def begin(self, group: str) -> tuple[int, int]:
+        """A request starts: its visit's number and its own. Another group, or a start after a pause, opens a visit."""
         if not self._in_flight or group not in self._groups:
+            for number in sorted(self._waiting):
+                self._remember(self.visit, self._waiting.pop(number))
             self.visit += 1
             self._groups = {group}
         self._in_flight += 1
-        return self.visit
+        self._started += 1
+        return self.visit, self._started
 
-    def end(self, visit: int, tokens: list[int] | None) -> None:
-        """A request has ended; ``tokens`` are remembered, with the anchor."""
+    def end(self, visit: int, number: int, tokens: list[int] | None) -> None:
+        """A request has ended; ``tokens`` are to be remembered, None: nothing is."""
         self._in_flight -= 1
-        if tokens is not None:
-            self._remembered += 1
-            self._kept.append((visit, self._remembered))
-            self.outputs.append(self._remembered, tokens)
+        if tokens is not None and visit == self.visit:
+            self._waiting[number] = tokens
+        elif tokens is not None:
+            self._remember(visit, tokens)
 
     def keep(self, epochs: int, rollouts: int) -> None:
         """Drop outputs from before the last ``epochs`` visits; with ``rollouts`` > 0 all but that many instead."""
         while self._kept and (len(self._kept) > rollouts if rollouts else self._kept[0][0] < self.visit - epochs):
             self.outputs.drop(self._kept.popleft()[1])
+
+    def _remember(self, visit: int, tokens: list[int]) -> None:
+        self._remembered += 1
+        self._kept.append((visit, self._remembered))
+        self.outputs.append(self._remembered, tokens)
 
 
 class NgramRLDrafter(Baseline):
@@ -73,12 +87,17 @@ class NgramRLDrafter(Baseline):
         self.factor = factor
         self.anchor = anchor
         self._memories: dict[str, Memory] = {}
-        self._visits: dict[str, int] = {}
+        self._visits: dict[str, tuple[int, int]] = {}
 
     @property
     def nbytes(self) -> int:
         """Estimated bytes of what is remembered."""
         return sum(memory.outputs.nbytes for memory in self._memories.values())
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of the outputs that are remembered, anchors included."""
+        return sum(memory.outputs.tokens_held for memory in self._memories.values())
 
     def begin(self, live: Live) -> None:
         """The prompt is visited; what has left the window is dropped."""
@@ -90,7 +109,7 @@ class NgramRLDrafter(Baseline):
         """The output becomes a source."""
         memory = self._memories[live.request.prompt_key]
         output = live.prompt_tail(self.anchor) + tokens if remember else None
-        memory.end(self._visits.pop(live.name), output)
+        memory.end(*self._visits.pop(live.name), output)
         memory.keep(self.window_epochs, self.window)
 
     def draft(self, live: Live, budget: int) -> Proposal | None:

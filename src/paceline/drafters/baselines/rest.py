@@ -47,6 +47,11 @@ class RestDrafter(Baseline):
         """Estimated bytes of the datastore."""
         return self._store.nbytes
 
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of the outputs that are remembered, anchors included."""
+        return self._store.tokens_held
+
     def end(self, live: Live, tokens: list[int], remember: bool) -> None:
         """The rollout joins the datastore; the oldest one leaves a full one."""
         if not remember:

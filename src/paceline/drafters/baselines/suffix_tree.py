@@ -74,6 +74,11 @@ class SuffixTreeDrafter(Baseline):
         """Estimated bytes of all trees."""
         return sum(held.nbytes for held in (*self._outputs.values(), *self._texts.values()))
 
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of the outputs that are remembered, anchors included."""
+        return sum(outputs.tokens_held for outputs in self._outputs.values())
+
     def begin(self, live: Live) -> None:
         """The request's own tree begins with its prompt, its output in the shared tree with the anchor."""
         key = self._key(live)
