@@ -9,6 +9,7 @@
 #include <deque>
 #include <list>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace paceline {
@@ -42,7 +43,7 @@ struct Match {
 // What a search may not see.
 struct Scope {
     const Sequence* self = nullptr;  // the asking request's own sequence
-    int64_t excluded_shard = -1;
+    std::optional<int64_t> excluded_shard;
     bool siblings = true;  // live sequences other than `self`
 };
 

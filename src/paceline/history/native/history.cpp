@@ -50,7 +50,15 @@ History::Live& History::live(int64_t request) {
 std::vector<History::Live*> History::all_live(Span<int64_t> requests) {
     std::vector<Live*> batch;
     batch.reserve(requests.size);
-    for (size_t i = 0; i < requests.size; ++i) batch.push_back(&live(requests.data[i]));
+    ++batches_;
+    for (size_t i = 0; i < requests.size; ++i) {
+        Live& request = live(requests.data[i]);
+        if (request.batch == batches_) {
+            throw std::invalid_argument("request " + std::to_string(requests.data[i]) + " comes twice in one batch");
+        }
+        request.batch = batches_;
+        batch.push_back(&request);
+    }
     return batch;
 }
 
@@ -119,7 +127,7 @@ Drafts History::propose(Span<int64_t> requests, int budget) {
 void History::prefetch(Span<int64_t> requests, Span<int32_t> tokens, Span<int32_t> parents, Span<int64_t> offsets,
                        int outcomes, int budget) {
     std::lock_guard<std::mutex> lock(calls_);
-    pool_.settle(false);
+    pool_.settle(settings_.patient);
     check_offsets(offsets, requests.size, tokens.size);
     if (parents.size != tokens.size) throw std::invalid_argument("a draft needs a parent for every token");
     const std::vector<Live*> batch = all_live(requests);
@@ -181,11 +189,15 @@ void History::prepare(Live& request, const std::vector<int>& verified, int outco
 
 void History::start(Span<int64_t> requests, Span<int64_t> shards, Span<int32_t> tokens, Span<int64_t> offsets) {
     std::lock_guard<std::mutex> lock(calls_);
-    pool_.settle(false);
+    pool_.settle(settings_.patient);
     check_offsets(offsets, requests.size, tokens.size);
     if (shards.size != requests.size) throw std::invalid_argument("every request needs a shard");
     for (size_t i = 0; i < requests.size; ++i) {
-        if (live_.count(requests.data[i]) > 0) throw std::invalid_argument("a request is in flight already");
+        if (live_.emplace(requests.data[i], Live()).second) continue;
+        for (size_t added = 0; added < i; ++added) live_.erase(requests.data[added]);
+        throw std::invalid_argument("request " + std::to_string(requests.data[i]) + " is in flight already");
+    }
+    for (size_t i = 0; i < requests.size; ++i) {
         Live& request = live_[requests.data[i]];
         if (settings_.cap_bytes > 0 && total_bytes() > static_cast<size_t>(settings_.cap_bytes)) {
             ++refused_;
@@ -285,7 +297,7 @@ void History::write(const std::vector<Live*>& batch, Span<int32_t> tokens, Span<
 
 void History::finish(Span<int64_t> requests, Span<uint8_t> keep) {
     std::lock_guard<std::mutex> lock(calls_);
-    pool_.settle(false);
+    pool_.settle(settings_.patient);
     if (keep.size != requests.size) throw std::invalid_argument("every request needs a word on whether to keep it");
     all_live(requests);  // refuses an unknown one before anything is written
     for (size_t i = 0; i < requests.size; ++i) {
@@ -305,7 +317,7 @@ void History::finish(Span<int64_t> requests, Span<uint8_t> keep) {
 void History::remember(Shard& home, Sequence* own, Sequence* elsewhere) {
     own->rank = ++ranks_;
     home.finished.push_back({own, own->rank});
-    order_.emplace_back(own->rank, home.id);
+    order_.emplace(own->rank, home.id);
     while (home.finished.size() > static_cast<size_t>(settings_.window)) evict_oldest(home);
     if (elsewhere == nullptr) return;
     elsewhere->rank = own->rank;
@@ -316,6 +328,7 @@ void History::remember(Shard& home, Sequence* own, Sequence* elsewhere) {
 
 void History::evict_oldest(Shard& home) {
     const size_t before = home.arena.bytes();
+    order_.erase(home.finished.front().rank);
     home.arena.evict(home.finished.front().sequence);
     home.finished.pop_front();
     shard_bytes_ -= before - home.arena.bytes();
@@ -330,22 +343,13 @@ void History::evict_elsewhere() {
 
 // Forgets the oldest finished response of all, or what the arena over all prompts has of it; false where none is left.
 bool History::evict_one() {
-    while (!order_.empty()) {
-        const auto [rank, id] = order_.front();
-        const auto found = shards_.find(id);
-        const bool stale =
-            found == shards_.end() || found->second->finished.empty() || found->second->finished.front().rank != rank;
-        if (!stale) break;
-        order_.pop_front();
-    }
     const bool has_elsewhere = !elsewhere_finished_.empty();
-    if (has_elsewhere && (order_.empty() || elsewhere_finished_.front().rank <= order_.front().first)) {
+    if (has_elsewhere && (order_.empty() || elsewhere_finished_.front().rank <= order_.begin()->first)) {
         evict_elsewhere();
         return true;
     }
     if (order_.empty()) return false;
-    const auto found = shards_.find(order_.front().second);
-    order_.pop_front();
+    const auto found = shards_.find(order_.begin()->second);
     Shard& home = *found->second;
     evict_oldest(home);
     if (home.finished.empty() && home.live == 0) {
@@ -385,14 +389,17 @@ void History::set_version(int64_t version) {
     std::lock_guard<std::mutex> lock(calls_);
     pool_.settle(false);
     version_ = version;
-    for (auto& [id, request] : live_) request.ready = false;
+    for (auto& [id, request] : live_) {
+        request.ready = false;
+        request.prepared.clear();
+    }
 }
 
 // What outlives the process
 
 Records History::records() {
     std::lock_guard<std::mutex> lock(calls_);
-    pool_.settle(false);
+    pool_.settle(settings_.patient);
     Records records;
     const auto add = [&records](const Shard& home, const Sequence& sequence) {
         records.shards.push_back(home.id);
@@ -421,7 +428,7 @@ Records History::records() {
 
 void History::load(const Records& records) {
     std::lock_guard<std::mutex> lock(calls_);
-    pool_.settle(false);
+    pool_.settle(settings_.patient);
     const size_t count = records.shards.size();
     check_offsets({records.offsets.data(), records.offsets.size()}, count, records.tokens.size());
     if (records.are_prompts.size() != count || records.versions.size() != count || records.starts.size() != count) {
@@ -466,7 +473,7 @@ std::vector<double> History::votes() {
 
 void History::set_votes(const std::vector<double>& state) {
     std::lock_guard<std::mutex> lock(calls_);
-    pool_.settle(false);
+    pool_.settle(settings_.patient);
     votes_.set_state(state);
 }
 

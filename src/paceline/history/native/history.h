@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -100,6 +101,7 @@ class History {
         Sequence* elsewhere = nullptr;
         Tree tree;
         bool ready = false;
+        uint64_t batch = 0;  // the last one that it was in
         std::vector<Prepared> prepared;
     };
 
@@ -126,11 +128,12 @@ class History {
     std::unordered_map<int64_t, std::unique_ptr<Shard>> shards_;
     Arena elsewhere_;
     std::deque<Finished> elsewhere_finished_;
-    size_t elsewhere_held_ = 0;                       // tokens of finished responses there
-    std::deque<std::pair<uint64_t, int64_t>> order_;  // rank and shard of every finished response
+    size_t elsewhere_held_ = 0;          // tokens of finished responses there
+    std::map<uint64_t, int64_t> order_;  // the shard of every finished response by its rank
     std::unordered_map<int64_t, Live> live_;
     int64_t version_ = 0;
     uint64_t ranks_ = 0;
+    uint64_t batches_ = 0;
     size_t shard_bytes_ = 0;
     size_t refused_ = 0;
     std::vector<Scratch> scratch_;

@@ -106,7 +106,7 @@ class Grower {
         }
         const size_t reach = std::min<size_t>(end, kMaxLength);
         const int32_t* from = context.data() + (end - reach);
-        Scope scope{evidence_.self, -1, evidence_.siblings};
+        Scope scope{evidence_.self, std::nullopt, evidence_.siblings};
         vote(*evidence_.own, from, static_cast<int>(reach), scope, false, at, candidates);
         if (evidence_.elsewhere != nullptr) {
             scope = {nullptr, evidence_.shard, evidence_.siblings};
