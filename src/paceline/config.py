@@ -132,7 +132,7 @@ class BudgetConfig(_Section):
     mode: Literal["adaptive", "fixed"] = "adaptive"
     margin: float = 0.03
     probe_share: float = 0.005
-    stragglers: float = 0.0
+    stragglers: float = 0.5
 
     def __post_init__(self) -> None:
         _require(0 <= self.margin < math.inf, "margin", self.margin, "finite and >= 0")

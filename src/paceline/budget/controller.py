@@ -181,8 +181,8 @@ class BudgetController:
         if not drafted:
             lost = plan.propose_seconds / plain
         ledger.book(lost)
-        if plan.kind == "probe" and lost > 0:
-            ledger.credit -= lost
+        if plan.kind == "probe" and (lost > 0 or not drafted):
+            ledger.credit -= max(lost, 0.0)
             ledger.wait = _PROBE_WAIT
 
     def refit(self) -> None:

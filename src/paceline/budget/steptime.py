@@ -99,7 +99,7 @@ class StepTimeTable:
     def add(self, rows: int, tokens: int, seconds: float) -> None:
         """One pass over ``rows`` requests that brought ``tokens`` tokens took ``seconds``."""
         key = _key(rows, tokens)
-        self._buckets.setdefault(key, _Bucket()).add(max(0, tokens - rows), seconds)
+        self._buckets.setdefault(key, _Bucket()).add(max(0, tokens - rows), max(seconds, 1e-9))
         self._adds += 1
         self.most_drafted = max(self.most_drafted, tokens - rows)
         curve = self._curves.get(key[0])

@@ -100,6 +100,7 @@ class HFEngine:
         samples = [sample for request in requests for sample in expand(request)]
         self._limits.check([request for request, _ in samples], {row.request_id for row in self._queue.rows()})
         self._queue.add([(request, index, self._stop_ids(request)) for request, index in samples])
+        self._scheduler.lengths.start([request for request, _ in samples])
         if self.drafter is not None:
             self.drafter.start([request for request, _ in samples])
 
@@ -117,6 +118,7 @@ class HFEngine:
             paths, emitted = self._commit(shares, verdicts)
             self._close(plan, paths, emitted, time.perf_counter() - started, prefilled)
         done, self._done = self._done, []
+        self._scheduler.lengths.finish(done)
         if done and self.drafter is not None:
             self.drafter.finish(done)
         return done

@@ -7,8 +7,9 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
-from paceline.budget.allocate import pruned
+from paceline.budget.allocate import Floats, pruned
 from paceline.budget.controller import BudgetController, Plan
+from paceline.budget.lengths import Lengths, straggler_weights
 from paceline.drafters.base import Drafter
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
@@ -16,6 +17,8 @@ from paceline.sampling.accept import chain_parents, depths
 from paceline.schema import SOURCES, Draft, EngineStats, Tokens, as_tokens
 
 _NO_TOKENS = as_tokens([])
+#: Lengths are predicted anew after so many passes.
+_WEIGHED_EVERY = 8
 
 
 @dataclass
@@ -69,6 +72,9 @@ class Scheduler:
         self.context = context
         self.vocabulary = vocabulary
         self._stats = stats
+        self.lengths = Lengths()
+        self._weights: dict[str, float] = {}
+        self._passes = 0
 
     def schedule(self, drafter: Drafter | None, version: int) -> tuple[list[Share], Plan]:
         """The shares of a pass in slot order: last tokens first, then prompts by arrival, then drafts; and its plan.
@@ -125,9 +131,23 @@ class Scheduler:
                     self._stats.count("draft_malformed")
         plan.propose_seconds = perf_counter() - started
         offered = [draft for draft in drafts.values() if len(draft.tokens)]
-        for draft in self.controller.choose(plan, offered, most=left, extra=extra):
+        weights = self._straggler_weights(drafting, [draft.request_id for draft in offered])
+        for draft in self.controller.choose(plan, offered, most=left, extra=extra, weights=weights):
             shares[draft.request_id].draft = draft
         self._stats.draft_seconds += perf_counter() - started
+
+    def _straggler_weights(self, drafting: Sequence[Share], offered: Sequence[str]) -> Floats | None:
+        """What a token of each offered draft is worth, where a batch drains; None where all are worth the same."""
+        queue, exponent = self.queue, self.controller.config.stragglers
+        if not exponent or not self.controller.prunes or queue.waiting or len(queue.running) >= queue.config.slots:
+            self._weights = {}
+            return None
+        if not self._weights or self._passes % _WEIGHED_EVERY == 0:
+            names = [share.row.request_id for share in drafting]
+            remaining = self.lengths.remaining(names, [len(share.row.response) for share in drafting])
+            self._weights = dict(zip(names, straggler_weights(remaining, exponent).tolist(), strict=True))
+        self._passes += 1
+        return np.array([self._weights.get(name, 1.0) for name in offered])
 
     def _sound(self, draft: Draft, budget: int, deepest: int) -> Draft:
         """The part of a draft that may be verified; ValueError if it is malformed."""

@@ -1,0 +1,101 @@
+"""How long responses in flight will still be, from siblings and earlier ones, and what a token of each is worth."""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.schema import Rollout, RolloutRequest
+
+Floats = npt.NDArray[np.float64]
+
+_KEPT = 32
+#: A finished sibling of the same step says as much as so many earlier responses: it came from the same policy.
+_SIBLING = 4.0
+#: The quantile that stands for the remaining length; a high one, for it is the long responses that the others wait for.
+_QUANTILE = 0.85
+
+
+class Lengths:
+    """Lengths of finished responses by prompt, and which requests are in flight."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        self._siblings: dict[str, list[int]] = {}
+        self._in_flight: Counter[str] = Counter()
+        self._live: dict[str, RolloutRequest] = {}
+
+    def start(self, requests: Sequence[RolloutRequest]) -> None:
+        """Requests become known."""
+        for request in requests:
+            self._live[request.request_id] = request
+            self._in_flight[_group(request)] += 1
+
+    def finish(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses are complete. Those of a group become earlier ones once none of it is in flight."""
+        for rollout in rollouts:
+            request = self._live.pop(rollout.request_id)
+            group = _group(request)
+            if rollout.finish_reason != "abort":
+                self._siblings.setdefault(group, []).append(len(rollout.tokens))
+            self._in_flight[group] -= 1
+            if not self._in_flight[group]:
+                del self._in_flight[group]
+                self._earlier[request.prompt_key].extend(self._siblings.pop(group, ()))
+
+    def remaining(self, request_ids: Sequence[str], emitted: Sequence[int]) -> Floats:
+        """Predicted remaining tokens of requests that have emitted so many.
+
+        A high quantile of the lengths known for the prompt, among those longer than what was emitted. Finished siblings
+        count more than earlier responses, and live ones that have come further count as at least that long. Where all
+        known ones are shorter, a quarter of what was emitted; where none is known, half of what ``max_tokens`` leaves.
+        """
+        requests = [self._live[name] for name in request_ids]
+        reached: dict[str, list[int]] = defaultdict(list)
+        for request, count in zip(requests, emitted, strict=True):
+            reached[_group(request)].append(count)
+        known = {}
+        for request in requests:
+            group = _group(request)
+            if group not in known:
+                siblings, earlier = self._siblings.get(group, []), self._earlier.get(request.prompt_key, ())
+                # Nobody knows how long the live ones get; they only say something beside complete ones.
+                live = reached[group] if siblings or earlier else []
+                lengths = np.array([*siblings, *live, *earlier], dtype=np.float64)
+                order = np.argsort(lengths)
+                known[group] = lengths[order], np.where(order < len(siblings) + len(live), _SIBLING, 1.0)
+        return np.array(
+            [
+                _remaining(*known[_group(request)], count, request.params.max_tokens - count)
+                for request, count in zip(requests, emitted, strict=True)
+            ]
+        )
+
+
+def _remaining(lengths: Floats, weights: Floats, emitted: int, left: int) -> float:
+    """``lengths`` ascending; at most ``left`` tokens remain."""
+    first = int(np.searchsorted(lengths, emitted, side="right"))
+    if not len(lengths):
+        guess = left / 2
+    elif first == len(lengths):
+        guess = emitted / 4
+    else:
+        share = np.cumsum(weights[first:])
+        guess = float(lengths[first + int(np.searchsorted(share, _QUANTILE * share[-1]))]) - emitted
+    return float(max(min(guess, left), 1))
+
+
+def straggler_weights(remaining: Floats, exponent: float) -> Floats:
+    """What a token of each row is worth: (remaining / mean) ** exponent, clipped to [1/4, 4] and of mean 1.
+
+    While a synchronous batch drains, its last row decides when the step ends, so a token of a long response is worth
+    more than one of a short one.
+    """
+    weights: Floats = np.clip((remaining / remaining.mean()) ** exponent, 0.25, 4.0)
+    weights /= weights.mean()
+    return weights
+
+
+def _group(request: RolloutRequest) -> str:
+    return request.group or request.request_id

@@ -1,0 +1,221 @@
+"""Drafting switches itself off where it loses, tries again now and then, and is never slower than plain for long."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.budget.controller import BudgetController
+from paceline.budget.steptime import StepTimeTable
+from paceline.config import BudgetConfig
+from paceline.schema import Draft, EngineStats, as_tokens
+
+LENGTH = 16
+
+#: Toy costs of a pass over (rows, tokens): waiting for memory up to 256 tokens; a fixed part and one per token; tokens
+#: alone, where drafting can hardly pay.
+COSTS = {
+    "memory": lambda rows, tokens: 0.01 * max(1.0, tokens / 256) + 1e-5 * tokens,
+    "mixed": lambda rows, tokens: 0.02 + 0.002 * tokens,
+    "compute": lambda rows, tokens: 0.004 + 0.003 * tokens,
+}
+
+
+class Bench:
+    """A toy engine: chains of 16 nodes, each accepted after its parent with probability ``accept``."""
+
+    def __init__(self, cost, *, rows=8, accept=0.0, claim=None, propose=0.0, noise=0.1, config=None, seed=0):
+        self.cost, self.rows, self.accept, self.claim, self.propose = cost, rows, accept, claim, propose
+        self.noise = noise
+        self.stats = EngineStats(events={})
+        self.controller = BudgetController(config or BudgetConfig(), StepTimeTable(), self.stats)
+        self.rng = np.random.default_rng(seed)
+        self.seconds = self.plain = 0.0
+        self.asked = self.verified = self.emitted = 0
+
+    def drafts(self):
+        probs = None if self.claim is None else self.claim ** np.arange(1, LENGTH + 1)
+        return [
+            Draft(request_id=str(row), tokens=as_tokens(range(LENGTH)), length=1, probs=probs)
+            for row in range(self.rows)
+        ]
+
+    def one_pass(self):
+        plan = self.controller.open(self.rows)
+        if plan.kind != "plain":
+            self.asked += 1
+            plan.propose_seconds = self.propose
+            self.controller.choose(plan, self.drafts(), most=1024)
+        accepted = []
+        for draft in plan.drafts:
+            hits = self.rng.random(len(draft.tokens)) < self.accept
+            accepted.append(np.arange(len(hits) if hits.all() else int(hits.argmin())))
+        emitted = self.rows + sum(map(len, accepted))
+        seconds = self.cost(self.rows, self.rows + plan.verified) * self.rng.lognormal(0, self.noise)
+        self.controller.close(plan, accepted, [False] * len(accepted), emitted=emitted, seconds=seconds)
+        self.seconds += seconds + plan.propose_seconds
+        self.plain += self.cost(self.rows, self.rows) * emitted / self.rows
+        self.verified += plan.verified
+        self.emitted += emitted
+        return plan
+
+    def run(self, passes):
+        before = self.seconds, self.plain, self.verified, self.asked
+        for _ in range(passes):
+            self.one_pass()
+        seconds, plain, verified, asked = (
+            now - then for now, then in zip((self.seconds, self.plain, self.verified, self.asked), before, strict=True)
+        )
+        return {"speedup": plain / seconds, "drafted": verified / passes / self.rows, "asked": asked / passes}
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("claim", [None, 1.0, 0.9])
+def test_a_hostile_drafter_costs_next_to_nothing(cost, rows, claim):  # field G10
+    bench = Bench(COSTS[cost], rows=rows, claim=claim, noise=0.05)
+    bench.run(150)
+    later = bench.run(600)
+    assert later["speedup"] > 0.985
+    assert bench.plain / bench.seconds > 0.98
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_the_mean_draft_length_goes_to_nothing_at_seven_percent_acceptance(rows):  # field J5
+    bench = Bench(COSTS["mixed"], rows=rows, accept=0.07)
+    bench.run(100)
+    assert bench.run(400)["drafted"] < 0.3
+    assert bench.stats.passes_plain > 300
+
+
+@pytest.mark.parametrize("claim", [None, 0.9, 0.5])
+@pytest.mark.parametrize(("cost", "rows"), [("memory", 1), ("memory", 32), ("mixed", 1), ("mixed", 8)])
+def test_what_pays_is_drafted_whatever_the_drafter_claims(cost, rows, claim):
+    price, accept = COSTS[cost], 0.9
+    bench = Bench(price, rows=rows, accept=accept, claim=claim)
+    bench.run(200)
+    gain = [
+        (1 + sum(accept**k for k in range(1, n + 1))) * price(rows, rows) / price(rows, rows * (n + 1))
+        for n in range(LENGTH + 1)
+    ]
+    assert bench.run(300)["speedup"] > 0.88 * max(gain)
+
+
+def test_a_slow_drafter_is_not_even_asked():
+    bench = Bench(COSTS["mixed"], rows=8, accept=0.5, propose=0.05)
+    bench.run(100)
+    later = bench.run(400)
+    assert later["asked"] < 0.1
+    assert later["speedup"] > 0.97
+
+
+def test_an_empty_draft_costs_what_asking_costs_and_only_while_that_is_little():  # field J7
+    class Silent(Bench):
+        def drafts(self):
+            return []
+
+    free, slow = Silent(COSTS["mixed"]), Silent(COSTS["mixed"], propose=0.01)
+    free.run(100)
+    slow.run(100)
+    assert free.run(100)["asked"] > 0.9
+    assert slow.run(400)["asked"] < 0.1
+
+
+def test_a_drafter_that_turns_good_is_found_again():
+    bench = Bench(COSTS["memory"], rows=8, claim=0.9)
+    bench.run(600)
+    assert bench.run(50)["drafted"] < 0.5
+    bench.accept = 0.9
+    bench.run(200)
+    assert bench.run(100)["speedup"] > 4
+
+
+def test_a_refit_lets_every_bucket_probe_at_once():
+    bench = Bench(COSTS["compute"], rows=8, claim=1.0, noise=0.0)
+    bench.run(400)
+    while bench.one_pass().kind != "probe":
+        pass
+    assert bench.controller.open(8).kind == "plain"
+    bench.controller.refit()
+    assert bench.controller.open(8).kind == "probe"
+
+
+def test_row_counts_never_decoded_plainly_are_and_the_comparison_stays_fresh():
+    bench = Bench(COSTS["memory"], rows=8, accept=0.95)
+    kinds = [bench.one_pass().kind for _ in range(300)]
+    assert kinds[:2] == ["plain", "plain"]
+    again = [index for index, kind in enumerate(kinds[2:]) if kind == "plain"]
+    assert 3 <= len(again) <= 8
+    bench.rows = 24
+    assert bench.one_pass().kind == "plain"
+
+
+def test_more_tokens_than_were_measured_are_approached_by_doubling():
+    bench = Bench(COSTS["memory"], rows=4, accept=1.0, claim=1.0)
+    drafted = [plan.verified for plan in (bench.one_pass() for _ in range(12)) if plan.kind == "draft"]
+    assert drafted[0] == 1
+    assert all(new <= 2 * max(old, 1) for old, new in itertools.pairwise(drafted))
+    assert drafted[-1] == 4 * LENGTH
+
+
+def test_fixed_verifies_everything_always():
+    bench = Bench(COSTS["compute"], rows=4, config=BudgetConfig(mode="fixed"))
+    assert bench.run(50) == {"speedup": pytest.approx(0.1, abs=0.1), "drafted": LENGTH, "asked": 1.0}
+    assert bench.stats.passes_plain == bench.stats.passes_probed == 0
+    assert bench.stats.nodes_offered == 50 * 4 * LENGTH
+
+
+def test_the_counters_hold_the_counterfactual_beside_the_real_time():
+    bench = Bench(COSTS["memory"], rows=8, accept=0.8, claim=0.8, propose=0.001)
+    bench.run(400)
+    stats = bench.stats
+    assert stats.pass_seconds == pytest.approx(bench.seconds)
+    assert stats.plain_seconds == pytest.approx(bench.plain, rel=0.05)
+    assert stats.tokens_expected == pytest.approx(bench.emitted, rel=0.1)
+
+
+def test_a_pass_that_fills_prompts_teaches_no_cost():
+    controller = BudgetController(BudgetConfig(), StepTimeTable(), EngineStats(events={}))
+    controller.close(controller.open(4), [], [], emitted=4, seconds=9.0, is_clean=False)
+    controller.close(controller.open(0), [], [], emitted=0, seconds=9.0)
+    assert controller.table.state() == []
+    assert controller.open(4).kind == "plain"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    passes=st.lists(
+        st.tuples(st.integers(1, 40), st.floats(1e-4, 1.0), st.booleans(), st.integers(0, 60)), min_size=1, max_size=60
+    )
+)
+def test_whatever_the_clock_says_the_pass_keeps_its_limits(passes):
+    controller = BudgetController(BudgetConfig(), StepTimeTable(), EngineStats(events={}))
+    for rows, seconds, is_clean, most in passes:
+        plan = controller.open(rows)
+        if plan.kind != "plain":
+            chain = Draft(request_id="0", tokens=as_tokens(range(LENGTH)), length=1, probs=0.9 ** np.arange(LENGTH))
+            controller.choose(plan, [chain], most=most)
+            assert plan.verified <= min(most, LENGTH)
+            assert [draft.tokens.tolist() for draft in plan.drafts] == [list(range(plan.verified))][: plan.verified]
+        controller.close(
+            plan, [np.arange(0)] * len(plan.drafts), [False], emitted=rows, seconds=seconds, is_clean=is_clean
+        )
+
+
+def test_what_was_learned_survives_a_checkpoint_and_damage_is_refused():
+    bench = Bench(COSTS["compute"], rows=8, claim=1.0)
+    bench.run(200)
+    state = json.loads(json.dumps(bench.controller.state()))
+    fresh = BudgetController(BudgetConfig(), StepTimeTable(), EngineStats(events={}))
+    fresh.load_state(state)
+    fresh.table.load_state(bench.controller.table.state())
+    assert fresh.state() == bench.controller.state()
+    assert fresh.open(8).kind == bench.controller.open(8).kind
+    before = fresh.state()
+    for damaged in ({}, state | {"ledgers": {"x": {}}}, state | {"ledgers": {"8": {"unknown": 1}}}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            fresh.load_state(damaged)
+    assert fresh.state() == before
