@@ -131,7 +131,7 @@ class HistoryDrafter:
             raise SnapshotError(f"the history snapshot does not fit this version of paceline: {error}") from None
         shards, are_prompts, versions, starts, offsets, tokens = snapshot.records
         bounds = np.iinfo(np.int32)
-        moved = versions + np.int64(min(max(self._version - snapshot.version, -(1 << 32)), 1 << 32))
+        moved = versions + np.int64(self._version - snapshot.version)
         versions = moved.clip(bounds.min, bounds.max).astype(np.int32)
         self.history.load(shards, are_prompts, versions, starts, offsets, tokens)
         self.salt = snapshot.salt

@@ -227,13 +227,13 @@ def _build(
     """From prompts by shard and (version, shard, start, tokens) of responses."""
     parts = [*prompts.values(), *(tokens for *_, tokens in responses)]
     bounds = np.iinfo(np.int32)
-    versions = np.array([0] * len(prompts) + [at for at, *_ in responses], dtype=np.int64)
+    versions = [0] * len(prompts) + [min(max(at, bounds.min), bounds.max) for at, *_ in responses]
     return Snapshot(
         salt=salt,
         version=version,
         shards=np.array([*prompts, *(shard for _, shard, *_ in responses)], dtype=np.int64),
         are_prompts=np.repeat(np.array([1, 0], np.uint8), [len(prompts), len(responses)]),
-        versions=versions.clip(bounds.min, bounds.max).astype(np.int32),
+        versions=np.array(versions, dtype=np.int32),
         starts=np.array([0] * len(prompts) + [start for *_, start, _ in responses], dtype=np.int32),
         offsets=_offsets(np.array([len(part) // 4 for part in parts], dtype=np.int64)),
         tokens=np.frombuffer(b"".join(parts), dtype=np.int32),

@@ -17,6 +17,8 @@ from paceline.schema import PacelineError
 
 MAGIC = b"PLHIST\x1a\n"
 FORMAT = 2
+#: Ages, differences of versions, must fit into 64 bits.
+MAX_VERSION = 1 << 62
 
 # Magic, format, reserved, salt, policy version, sequences, tokens, votes; the checksum of these and the body follows.
 _HEADER = struct.Struct("<8sIIQqQQQ")
@@ -168,6 +170,7 @@ def _check(snapshot: Snapshot) -> None:
     count, lengths = snapshot.prompts, np.diff(snapshot.offsets)
     prompts, responses = snapshot.shards[:count], snapshot.shards[count:]
     rules = (
+        ("its policy version is out of range", abs(snapshot.version) <= MAX_VERSION),
         ("the offsets do not rise from 0 to the number of tokens", _rises(snapshot.offsets, len(snapshot.tokens))),
         ("the prompts do not come first", np.all(snapshot.are_prompts <= 1) and np.all(snapshot.are_prompts[:count])),
         ("a prompt is there twice", len(np.unique(prompts)) == count),
