@@ -34,19 +34,22 @@ _LENGTH_BOUNDS = (1, 2, 4, 8, 16)
 _COUNT_BOUNDS = (1, 3, 8)
 _CELLS = _SHARES * (len(_LENGTH_BOUNDS) + 1) * (len(_COUNT_BOUNDS) + 1) * 2 * 2
 
-_RATE = 0.05
+#: The learning rate falls from their sum to the slow one; it is halfway after so many commits.
+_SLOW_RATE, _FAST_RATE, _FAST_COMMITS = 0.02, 0.1, 20.0
 #: No commit moves a weight further than this, however large its batch.
 _MAX_STEP = 0.5
 _MAX_LOG = 20.0
-_PRIOR_TRIALS = 20.0
+_PRIOR_TRIALS = 100.0
 _FORGET = 0.999
 
 # Where learning starts: what recorded rollouts of two tasks taught, rounded.
-_LOG_PER_DOUBLING = 1.25
-_LOG_PER_AGE = -0.1
-_TIER_LOGS = (-0.8, -0.5, -0.6, -2.0, -2.0)
-_OFFSET_LOGS = (-0.3, 0.1, 0.0, -0.5, -0.9, -1.3, -1.8, -1.4)
-_NONE_LOG = 0.0
+_LENGTH_LOGS = tuple(
+    1.2 + 1.2 * math.log2(n) if n <= 8 else 4.8 + 0.4 * math.log2(n / 8) for n in range(2, MAX_LENGTH + 1)
+)
+_AGE_LOGS = (-0.5, -0.5, *(0.0,) * (_AGES - 2))
+_TIER_LOGS = (-0.3, -0.4, -0.9, -2.7, -2.7)
+_OFFSET_LOGS = (0.7, 1.0, 0.7, -0.4, -1.0, -1.6, -2.0, -1.2)
+_NONE_LOG = 1.2
 
 
 class Features(NamedTuple):
@@ -110,11 +113,10 @@ class Votes:
     """The weights and the calibration table."""
 
     def __init__(self) -> None:
-        lengths = [0.0] + [_LOG_PER_DOUBLING * math.log2(length) for length in range(1, MAX_LENGTH + 1)]
-        ages = [_LOG_PER_AGE * age for age in range(_AGES)]
-        self._logs = [*lengths, *ages, *_TIER_LOGS, *_OFFSET_LOGS, _NONE_LOG]
+        self._logs = [0.0, 1.8, *_LENGTH_LOGS, *_AGE_LOGS, *_TIER_LOGS, *_OFFSET_LOGS, _NONE_LOG]
         self._hits = [0.0] * _CELLS
         self._trials = [0.0] * _CELLS
+        self._commits = 0.0
         self._refresh()
 
     def _refresh(self) -> None:
@@ -184,24 +186,27 @@ class Votes:
             for cell, hit in lesson.outcomes:
                 self._trials[cell] = self._trials[cell] * _FORGET + 1.0
                 self._hits[cell] = self._hits[cell] * _FORGET + (1.0 if hit else 0.0)
-        steps = [_clamp(_RATE * slope, -_MAX_STEP, _MAX_STEP) for slope in gradient]
+        rate = _SLOW_RATE + _FAST_RATE / (1.0 + self._commits / _FAST_COMMITS)
+        self._commits += 1.0
+        steps = [_clamp(rate * slope, -_MAX_STEP, _MAX_STEP) for slope in gradient]
         self._logs = [_clamp(log + step, -_MAX_LOG, _MAX_LOG) for log, step in zip(self._logs, steps, strict=True)]
         self._refresh()
 
     def state(self) -> list[float]:
-        """Weights, then hits and trials of the calibration's cells."""
-        return [*self._logs, *self._hits, *self._trials]
+        """Weights, hits and trials of the calibration's cells, and the number of commits."""
+        return [*self._logs, *self._hits, *self._trials, self._commits]
 
     def set_state(self, state: Sequence[float]) -> None:
         """Take over what ``state`` gave; ValueError where it is of another version or not finite."""
-        if len(state) != _WEIGHTS + 2 * _CELLS:
+        if len(state) != _WEIGHTS + 2 * _CELLS + 1:
             raise ValueError("not the votes of this version")
         if not all(math.isfinite(value) for value in state):
             raise ValueError("votes must be finite")
-        hits, trials = state[_WEIGHTS : _WEIGHTS + _CELLS], state[_WEIGHTS + _CELLS :]
+        hits, trials = state[_WEIGHTS : _WEIGHTS + _CELLS], state[_WEIGHTS + _CELLS : -1]
         self._logs = [_clamp(log, -_MAX_LOG, _MAX_LOG) for log in state[:_WEIGHTS]]
         self._trials = [max(0.0, value) for value in trials]
         self._hits = [_clamp(hit, 0.0, most) for hit, most in zip(hits, self._trials, strict=True)]
+        self._commits = max(0.0, state[-1])
         self._refresh()
 
 

@@ -85,7 +85,7 @@ void Arena::append(Sequence* sequence, const int32_t* tokens, size_t count) {
 }
 
 Arena::Block* Arena::allocate(Sequence* sequence) {
-    if (next_block_ == kNoPlace / kBlockTokens) throw std::length_error("an arena of 2^32 tokens is full");
+    if (next_block_ == UINT32_MAX / kBlockTokens) throw std::length_error("an arena of 2^32 tokens is full");
     const uint32_t number = next_block_++;
     if (number / kPageBlocks == pages_.size()) {
         const size_t capacity = pages_.capacity();
@@ -192,46 +192,38 @@ void Arena::search(const int32_t* context, int context_length, const Scope& scop
 
 // The table
 
-Arena::GramTable::Slot* Arena::GramTable::probe(std::vector<Slot>& slots, uint64_t bucket, uint32_t fingerprint) {
-    const Slot* slot = probe(const_cast<const std::vector<Slot>&>(slots), bucket, fingerprint);
-    return const_cast<Slot*>(slot);
+Arena::GramTable::Slots::Slots(size_t count) : at(static_cast<Slot*>(std::calloc(count, sizeof(Slot)))), size(count) {
+    if (at == nullptr) throw std::bad_alloc();
 }
 
-// The slot of the fingerprint, or the free one where it belongs; nullptr in an empty table.
-const Arena::GramTable::Slot* Arena::GramTable::probe(const std::vector<Slot>& slots, uint64_t bucket,
-                                                      uint32_t fingerprint) {
-    if (slots.empty()) return nullptr;
-    const size_t mask = slots.size() - 1;
-    size_t at = bucket & mask;
-    while (slots[at].place != kNoPlace && slots[at].fingerprint != fingerprint) at = (at + 1) & mask;
-    return &slots[at];
+Arena::GramTable::Slot* Arena::GramTable::Slots::probe(uint32_t fingerprint) const {
+    if (size == 0) return nullptr;
+    // The bucket comes from the fingerprint, so that a table can grow from what its slots hold.
+    size_t index = fingerprint & (size - 1);
+    while (at[index].place != kNoPlace && at[index].fingerprint != fingerprint) index = (index + 1) & (size - 1);
+    return &at[index];
 }
 
 uint32_t Arena::GramTable::find(uint64_t hash) const {
     const uint32_t fingerprint = static_cast<uint32_t>(hash >> 32);
-    // The bucket comes from the fingerprint too, so that a table can grow from what its slots hold.
-    const Slot* slot = probe(slots_, fingerprint, fingerprint);
+    const Slot* slot = slots_.probe(fingerprint);
     if (slot != nullptr && slot->place != kNoPlace) return slot->place;
-    slot = probe(old_, fingerprint, fingerprint);
+    slot = old_.probe(fingerprint);
     return slot == nullptr ? kNoPlace : slot->place;
 }
 
 uint32_t Arena::GramTable::exchange(uint64_t hash, uint32_t place, const Arena& arena, size_t order_tokens) {
-    if ((used_ + 1) * 4 > slots_.size() * 3) {
-        migrate(old_.size(), arena);
+    if ((used_ + 1) * 4 > slots_.size * 3) {
+        migrate(old_.size, arena);
         grow(order_tokens);
     }
     migrate(kMigrationStep, arena);
     const uint32_t fingerprint = static_cast<uint32_t>(hash >> 32);
-    Slot* slot = probe(slots_, fingerprint, fingerprint);
-    if (slot->place != kNoPlace) {
-        const uint32_t before = slot->place;
-        slot->place = place;
-        return before;
-    }
+    Slot* slot = slots_.probe(fingerprint);
+    if (slot->place != kNoPlace) return std::exchange(slot->place, place);
     ++used_;
     *slot = {fingerprint, place};
-    const Slot* older = probe(old_, fingerprint, fingerprint);
+    const Slot* older = old_.probe(fingerprint);
     return older == nullptr ? kNoPlace : older->place;
 }
 
@@ -239,26 +231,23 @@ uint32_t Arena::GramTable::exchange(uint64_t hash, uint32_t place, const Arena& 
 void Arena::GramTable::grow(size_t held) {
     const size_t kept = std::min(used_, held);
     size_t size = kFirstSlots;
-    while (size < 2 * (kept + slots_.size() / kMigrationStep + 1)) size *= 2;
+    while (size < 2 * (kept + slots_.size / kMigrationStep + 1)) size *= 2;
     old_ = std::move(slots_);
-    slots_.assign(size, Slot{0, kNoPlace});
+    slots_ = Slots(size);
     used_ = migrated_ = 0;
 }
 
 void Arena::GramTable::migrate(size_t count, const Arena& arena) {
-    if (old_.empty()) return;
-    for (; count > 0 && migrated_ < old_.size(); --count, ++migrated_) {
-        const Slot& moving = old_[migrated_];
+    if (old_.size == 0) return;
+    for (; count > 0 && migrated_ < old_.size; --count, ++migrated_) {
+        const Slot& moving = old_.at[migrated_];
         if (moving.place == kNoPlace || !arena.alive(moving.place)) continue;
-        Slot* slot = probe(slots_, moving.fingerprint, moving.fingerprint);
+        Slot* slot = slots_.probe(moving.fingerprint);
         if (slot->place != kNoPlace) continue;  // it has a newer place already
         *slot = moving;
         ++used_;
     }
-    if (migrated_ == old_.size()) {
-        old_.clear();
-        old_.shrink_to_fit();
-    }
+    if (migrated_ == old_.size) old_ = Slots();
 }
 
 }  // namespace paceline

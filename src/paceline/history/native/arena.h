@@ -6,17 +6,18 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
+#include <cstdlib>
 #include <list>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace paceline {
 
 constexpr int kBlockTokens = 16;
 constexpr int kMaxOrders = 4;
-constexpr uint32_t kNoPlace = 0xFFFFFFFF;
+constexpr uint32_t kNoPlace = 0;  // block 0 is never used, so that fresh memory is an empty table
 
 enum class Kind : uint8_t { prompt, live, kept, dead };
 
@@ -105,19 +106,35 @@ class Arena {
         uint32_t find(uint64_t hash) const;
         // Puts `place` in front and returns the place that was there.
         uint32_t exchange(uint64_t hash, uint32_t place, const Arena& arena, size_t order_tokens);
-        size_t bytes() const { return (slots_.capacity() + old_.capacity()) * sizeof(Slot); }
+        size_t bytes() const { return (slots_.size + old_.size) * sizeof(Slot); }
 
      private:
         struct Slot {
             uint32_t fingerprint;
             uint32_t place;
         };
-        static Slot* probe(std::vector<Slot>& slots, uint64_t bucket, uint32_t fingerprint);
-        static const Slot* probe(const std::vector<Slot>& slots, uint64_t bucket, uint32_t fingerprint);
+        // Memory that the system hands out zeroed: a large table costs nothing until it is touched.
+        struct Slots {
+            struct Free {
+                void operator()(Slot* slots) const { std::free(slots); }
+            };
+            std::unique_ptr<Slot[], Free> at;
+            size_t size = 0;  // a power of two, or 0
+            Slots() = default;
+            explicit Slots(size_t count);
+            Slots(Slots&& other) noexcept : at(std::move(other.at)), size(std::exchange(other.size, 0)) {}
+            Slots& operator=(Slots&& other) noexcept {
+                at = std::move(other.at);
+                size = std::exchange(other.size, 0);
+                return *this;
+            }
+            // The slot of the fingerprint, or the free one where it belongs; nullptr in an empty table.
+            Slot* probe(uint32_t fingerprint) const;
+        };
         void grow(size_t held);
         void migrate(size_t count, const Arena& arena);
 
-        std::vector<Slot> slots_, old_;
+        Slots slots_, old_;
         size_t used_ = 0, migrated_ = 0;
     };
 
@@ -136,7 +153,7 @@ class Arena {
     std::vector<int> orders_;
     int max_match_;
     std::vector<std::unique_ptr<Page>> pages_;
-    uint32_t next_block_ = 0;
+    uint32_t next_block_ = 1;
     std::vector<GramTable> grams_;
     std::list<Sequence> sequences_;
     size_t bytes_ = 0, tokens_ = 0;

@@ -8,19 +8,23 @@ namespace paceline {
 
 namespace {
 
-constexpr double kRate = 0.05;
+// The learning rate falls from their sum to the slow one; it is halfway after so many commits.
+constexpr double kSlowRate = 0.02, kFastRate = 0.1, kFastCommits = 20.0;
 // No commit moves a weight further than this, however large its batch.
 constexpr double kMaxStep = 0.5;
 constexpr double kMaxLog = 20.0;
-constexpr double kPriorTrials = 20.0;
+constexpr double kPriorTrials = 100.0;
 constexpr double kForget = 0.999;
 
 // Where learning starts: what recorded rollouts of two tasks taught, rounded.
-constexpr double kLogPerDoubling = 1.25;
-constexpr double kLogPerAge = -0.1;
-constexpr double kTierLogs[kTiers] = {-0.8, -0.5, -0.6, -2.0, -2.0};
-constexpr double kOffsetLogs[kOffsets] = {-0.3, 0.1, 0.0, -0.5, -0.9, -1.3, -1.8, -1.4};
-constexpr double kNoneLog = 0.0;
+double length_log(int length) {
+    if (length < 2) return length == 1 ? 1.8 : 0.0;
+    return length <= 8 ? 1.2 + 1.2 * std::log2(static_cast<double>(length)) : 4.8 + 0.4 * std::log2(length / 8.0);
+}
+constexpr double kRecentLog = -0.5;  // of the present policy and the one before
+constexpr double kTierLogs[kTiers] = {-0.3, -0.4, -0.9, -2.7, -2.7};
+constexpr double kOffsetLogs[kOffsets] = {0.7, 1.0, 0.7, -0.4, -1.0, -1.6, -2.0, -1.2};
+constexpr double kNoneLog = 1.2;
 
 int bit_length(uint64_t value) {
     int bits = 0;
@@ -54,10 +58,8 @@ int calibration_cell(double share, const Support& support) {
 }
 
 Votes::Votes() {
-    for (int length = 0; length < kLengths; ++length) {
-        logs_[kLengthAt + length] = length == 0 ? 0.0 : kLogPerDoubling * std::log2(static_cast<double>(length));
-    }
-    for (int age = 0; age < kAges; ++age) logs_[kAgeAt + age] = kLogPerAge * age;
+    for (int length = 0; length < kLengths; ++length) logs_[kLengthAt + length] = length_log(length);
+    for (int age = 0; age < kAges; ++age) logs_[kAgeAt + age] = age < 2 ? kRecentLog : 0.0;
     std::copy(kTierLogs, kTierLogs + kTiers, logs_.begin() + kTierAt);
     std::copy(kOffsetLogs, kOffsetLogs + kOffsets, logs_.begin() + kOffsetAt);
     logs_[kNoneAt] = kNoneLog;
@@ -130,8 +132,10 @@ void Votes::learn(const Lesson* lessons, size_t count) {
             hits_[cell] = hits_[cell] * kForget + (hit ? 1.0 : 0.0);
         }
     }
+    const double rate = kSlowRate + kFastRate / (1.0 + commits_ / kFastCommits);
+    commits_ += 1.0;
     for (int i = 0; i < kWeights; ++i) {
-        const double step = std::clamp(kRate * gradient[i], -kMaxStep, kMaxStep);
+        const double step = std::clamp(rate * gradient[i], -kMaxStep, kMaxStep);
         logs_[i] = std::clamp(logs_[i] + step, -kMaxLog, kMaxLog);
     }
     refresh();
@@ -141,11 +145,12 @@ std::vector<double> Votes::state() const {
     std::vector<double> state(logs_.begin(), logs_.end());
     state.insert(state.end(), hits_.begin(), hits_.end());
     state.insert(state.end(), trials_.begin(), trials_.end());
+    state.push_back(commits_);
     return state;
 }
 
 void Votes::set_state(const std::vector<double>& state) {
-    if (state.size() != kWeights + 2 * kCells) throw std::invalid_argument("not the votes of this version");
+    if (state.size() != kWeights + 2 * kCells + 1) throw std::invalid_argument("not the votes of this version");
     for (double value : state) {
         if (!std::isfinite(value)) throw std::invalid_argument("votes must be finite");
     }
@@ -154,6 +159,7 @@ void Votes::set_state(const std::vector<double>& state) {
         trials_[cell] = std::max(0.0, state[kWeights + kCells + cell]);
         hits_[cell] = std::clamp(state[kWeights + cell], 0.0, trials_[cell]);
     }
+    commits_ = std::max(0.0, state.back());
     refresh();
 }
 

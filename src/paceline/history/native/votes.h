@@ -80,7 +80,7 @@ class Votes {
     // Takes the lessons of one commit together, in order.
     void learn(const Lesson* lessons, size_t count);
 
-    // Weights, then hits and trials of the calibration's cells.
+    // Weights, hits and trials of the calibration's cells, and the number of commits.
     std::vector<double> state() const;
     void set_state(const std::vector<double>& state);
 
@@ -90,6 +90,7 @@ class Votes {
     std::array<double, kWeights> logs_;
     std::array<double, kWeights> factors_;
     std::array<double, kCells> hits_{}, trials_{};
+    double commits_ = 0;
 };
 
 // Groups votes by token in the order of their first appearance; returns the sum of all weights and `none`.
