@@ -243,3 +243,27 @@ def test_a_law_that_the_update_does_not_know_is_a_named_event(policy, tmp_path):
     assert records[0].events["law_shaped"] == 1
     assert any("sampling.top_p shape the rollouts" in m for m in messages if isinstance(m, str))
     assert records[0].identity == "identical"
+
+
+def test_the_budget_decides_no_token_and_says_what_it_did(policy, tmp_path):
+    options = ("policy.dtype=float64", "rl.epochs=4", "drafter.kind=prompt_lookup")
+    records = train(tiny_config(policy, tmp_path / "adaptive", "budget.mode=adaptive", *options))
+    train(tiny_config(policy, tmp_path / "fixed", *options))
+    assert tokens(tmp_path / "adaptive") == tokens(tmp_path / "fixed")
+    assert {r.identity for r in records} == {"identical"}
+    assert all(0 < r.passes_plain <= r.policy_forwards for r in records)
+    assert all(r.plain_seconds_counterfactual > 0 and 0 <= r.draft_seconds_share < 1 for r in records)
+    assert all(not r.verified_share > 1 and not r.prefetch_coverage > 0 for r in records)
+
+
+def test_a_checkpoint_without_the_budgets_record_costs_time_only(policy, tmp_path, monkeypatch):
+    options = ("budget.mode=adaptive", "policy.dtype=float64", "drafter.kind=prompt_lookup")
+    train(tiny_config(policy, tmp_path / "run", "rl.steps=2", *options))
+    train(tiny_config(policy, tmp_path / "whole", "rl.steps=4", *options))
+    found = checkpoint.load_latest(tmp_path / "run" / "checkpoints")
+    assert found.meta["budget"]["ledgers"]
+    del found.meta["budget"]
+    monkeypatch.setattr(checkpoint, "load_latest", lambda *args, **options: found)
+    records = train(tiny_config(policy, tmp_path / "run", "rl.steps=4", *options), resume=True)
+    assert records[2].events["budget_lost"] == 1
+    assert tokens(tmp_path / "run") == tokens(tmp_path / "whole")
