@@ -102,23 +102,63 @@ class EngineConfig(_Section):
         _require(self.scouts >= 0, "scouts", self.scouts, ">= 0 (0 is the order of arrival)")
 
 
+class PromptLookupConfig(_Section):
+    """Prompt lookup: the text's end is found in the text itself, from ``max_match`` tokens down to ``min_match``.
+
+    A match of m tokens drafts at most ``factor`` * m (0: no such limit).
+    """
+
+    min_match: int = 1
+    max_match: int = 3
+    factor: float = 0.0
+    newest: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.min_match >= 1, "min_match", self.min_match, ">= 1")
+        _require(self.max_match >= self.min_match, "max_match", self.max_match, ">= min_match")
+        _require(self.factor >= 0, "factor", self.factor, ">= 0 (0 is no limit)")
+
+
+class HistoryConfig(_Section):
+    """The history drafter. ``window`` responses are kept a prompt, ``elsewhere_tokens`` tokens of all prompts together.
+
+    ``cap_mib`` caps the memory of responses (0: no cap). ``floor`` is the least probability of a drafted node,
+    ``matches`` how many places vote at most. ``threads`` work beside the engine's own (-1: spare cores, at most 3).
+    ``prefetch`` is how many outcomes of a pass get a draft prepared while the policy verifies (0: none). ``warm`` is a
+    snapshot to start from, or the folder of a run.
+    """
+
+    window: int = 64
+    elsewhere_tokens: int = 1 << 20
+    cap_mib: int = 4096
+    siblings: bool = True
+    floor: float = 0.002
+    matches: int = 32
+    threads: int = -1
+    prefetch: int = 0
+    warm: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.window >= 1, "window", self.window, ">= 1 rollout per prompt")
+        _require(self.elsewhere_tokens >= 0, "elsewhere_tokens", self.elsewhere_tokens, ">= 0 (0: own prompt only)")
+        _require(self.cap_mib >= 0, "cap_mib", self.cap_mib, ">= 0 (0 is no cap)")
+        _require(0 < self.floor < 1, "floor", self.floor, "between 0 and 1")
+        _require(1 <= self.matches <= 1024, "matches", self.matches, "in [1, 1024]")
+        _require(-1 <= self.threads <= 64, "threads", self.threads, "in [-1, 64] (-1: spare cores, at most 3)")
+        _require(0 <= self.prefetch <= 256, "prefetch", self.prefetch, "in [0, 256] (0 is off)")
+        _require(self.warm != "", "warm", self.warm, "a snapshot or the folder of a run, or null for none")
+
+
 class DrafterConfig(_Section):
     """Who drafts. ``budget`` is the most tokens drafted for one request in one pass."""
 
     kind: Literal["none", "prompt_lookup", "history"] = "history"
     budget: int = 16
-    min_match: int = 1
-    max_match: int = 32
-    factor: float = 2.0
-    window: int = 16
-    siblings: bool = True
+    history: HistoryConfig = msgspec.field(default_factory=HistoryConfig)
+    prompt_lookup: PromptLookupConfig = msgspec.field(default_factory=PromptLookupConfig)
 
     def __post_init__(self) -> None:
         _require(self.budget >= 0, "budget", self.budget, ">= 0")
-        _require(self.min_match >= 1, "min_match", self.min_match, ">= 1")
-        _require(self.max_match >= self.min_match, "max_match", self.max_match, ">= min_match")
-        _require(self.factor >= 0, "factor", self.factor, ">= 0 (0 is no limit)")
-        _require(self.window >= 1, "window", self.window, ">= 1 rollout per prompt")
 
 
 class BudgetConfig(_Section):

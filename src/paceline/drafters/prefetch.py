@@ -13,10 +13,10 @@ class PrefetchingDrafter(HistoryDrafter):
     """A history drafter that implements ``drafters.base.Prefetcher`` too.
 
     An outcome of a pass is the last accepted node and the token after it. When the verified drafts are known, drafts of
-    the ``outcomes`` likeliest ones of each request are prepared by the history's own threads. If one of them comes true
-    and its draft is ready, ``propose`` hands it out, marked ``prefetched``; else it drafts as ever. What siblings say in
-    the meantime is not in a prepared draft. With ``patient`` settings drafts that are late are waited for, so that they
-    are the same in every run. Source: the prefetch of NgramRL (arXiv 2610.32881), for trees.
+    the ``outcomes`` likeliest ones of each request are prepared by the history's own threads. If one of them comes
+    true and its draft is ready, ``propose`` hands it out, marked ``prefetched``; else it drafts as ever. What siblings
+    say in the meantime is not in a prepared draft. With ``patient`` settings drafts that are late are waited for, so
+    that they are the same in every run. Source: the prefetch of NgramRL (arXiv 2610.32881), for trees.
     """
 
     def __init__(

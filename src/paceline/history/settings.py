@@ -9,7 +9,7 @@ from paceline.history.base import History
 
 
 class Settings(msgspec.Struct, kw_only=True, frozen=True):
-    """``window`` finished responses are kept a prompt, and ``elsewhere_tokens`` tokens of all prompts' responses together.
+    """``window`` finished responses are kept a prompt, ``elsewhere_tokens`` tokens of all prompts' responses together.
 
     ``cap_bytes`` caps the memory of responses (0: no cap); the oldest go first, whole. ``floor`` is the least
     probability of a drafted node, ``matches`` how many places vote at most, of the prompt and of others each.
@@ -21,7 +21,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     elsewhere_tokens: int = 1 << 20
     cap_bytes: int = 0
     siblings: bool = True
-    floor: float = 0.005
+    floor: float = 0.002
     matches: int = 32
     threads: int = -1
     patient: bool = False

@@ -1,3 +1,4 @@
+// The arena: blocks, chains and the table of n-grams.
 #include "arena.h"
 
 #include <algorithm>

@@ -25,7 +25,7 @@ struct Settings {
     int64_t elsewhere_tokens = 0;  // most tokens kept of all prompts' responses; 0: no such arena
     int64_t cap_bytes = 0;         // of all arenas; 0: no cap
     bool siblings = true;
-    double floor = 0.005;
+    double floor = 0.002;
     int matches = 32;
     size_t threads = 0;    // beside the caller's
     bool patient = false;  // wait for prefetched drafts that are not ready: repeatable, and never faster
@@ -53,6 +53,12 @@ struct Span {
     const T* data;
     size_t size;
 };
+
+// Throws std::invalid_argument unless `offsets` cut `total` tokens into `count` items.
+void check_offsets(Span<int64_t> offsets, size_t count, size_t total);
+
+// Answers to other prompts begin with this many tokens of their own prompt.
+constexpr int32_t kElsewhereAnchor = 2;
 
 class History {
  public:

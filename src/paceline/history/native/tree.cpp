@@ -1,3 +1,4 @@
+// Growing a draft: expansion of nodes, best first.
 #include "tree.h"
 
 #include <algorithm>

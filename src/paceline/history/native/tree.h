@@ -53,7 +53,7 @@ struct Evidence {
 
 struct GrowthLimits {
     int budget = 16;       // nodes
-    double floor = 0.005;  // least probability of a node
+    double floor = 0.002;  // least probability of a node
     int matches = 32;      // the most that vote, own and elsewhere each
 };
 

@@ -1,3 +1,4 @@
+// Votes: their weights, their table of what came true, and what both learn.
 #include "votes.h"
 
 #include <algorithm>
