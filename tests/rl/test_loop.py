@@ -187,7 +187,7 @@ def test_a_resumed_run_finds_its_prompts_again_under_the_salt_that_it_drew(polic
     assert len(after.shards) - after.prompts == 2 * (len(before.shards) - before.prompts) == 48
 
 
-def test_a_run_can_start_from_the_history_of_another(policy, tmp_path):
+def test_a_run_can_start_from_the_history_of_another(policy, tmp_path):  # field J4
     options = ("policy.dtype=float64", "rl.steps=2", "budget.mode=fixed")
     cold_records = train(tiny_config(policy, tmp_path / "cold", *options))
     messages = []

@@ -55,8 +55,8 @@ def inspect(
                 f"{newest} to {oldest} versions old (median {median:g})"
             )
         if found.top:
-            table = Table(title="Prompts with the most tokens")
-            for column in ("prompt", "its tokens", "responses", "tokens", "newest is n versions old"):
+            table = Table(box=None, pad_edge=False)
+            for column in ("prompt", "its tokens", "responses", "tokens", "newest's age"):
                 table.add_column(column, justify="left" if column == "prompt" else "right")
             for one in found.top:
                 numbers = (one.prompt_tokens, one.responses, one.tokens, one.age)
