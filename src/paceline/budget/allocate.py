@@ -23,7 +23,8 @@ class Nodes:
 
     ``starts`` (D + 1) bounds each draft, ``draft_N`` names the draft of each node, ``parent_N`` the node above it (a
     root's child points to itself), ``sources_N`` indexes ``schema.SOURCES`` ("other" where the draft says none), and
-    ``probs_N`` holds what the drafts claim, NaN where they claim nothing.
+    ``probs_N`` holds what the drafts claim and ``claims_N`` the same as conditional probabilities p(node) / p(parent),
+    NaN where they claim nothing.
     """
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
@@ -44,9 +45,18 @@ class Nodes:
             if draft.probs is not None:
                 self.probs_N[start:end] = draft.probs
         self.parent_N: Indices = np.where(above_N < 0, index, above_N + self.starts[self.draft_N])
+        self.claims_N = self._conditional()
 
     def __len__(self) -> int:
         return len(self.parent_N)
+
+    def _conditional(self) -> Floats:
+        is_claimed_N = ~np.isnan(self.probs_N)
+        if not is_claimed_N.any():
+            return self.probs_N
+        path_N = self.capped_by_parents(self.probs_N)
+        above_N = np.where(self.tops(), 1.0, path_N[self.parent_N])
+        return np.where(is_claimed_N, path_N / np.maximum(above_N, 1e-12), np.nan)
 
     def tops(self) -> npt.NDArray[np.bool_]:
         """Whether a node follows the committed tokens directly."""
@@ -66,7 +76,7 @@ class Nodes:
 
     def capped_by_parents(self, probs_N: Floats) -> Floats:
         """``probs_N`` as sound path probabilities: in [0, 1], and no node above its parent."""
-        probs_N = np.clip(np.nan_to_num(probs_N, nan=0.0), 0.0, 1.0)
+        probs_N = np.fmin(np.fmax(probs_N, 0.0), 1.0)  # NaN becomes 0
         if (probs_N > probs_N[self.parent_N]).any():
             probs_N = self._down_paths(probs_N, np.minimum)
         return probs_N
@@ -78,6 +88,22 @@ class Nodes:
             values_N = np.where(has_above_N, join(values_N, values_N[above_N]), values_N)
             has_above_N, above_N = has_above_N & has_above_N[above_N], above_N[above_N]
         return values_N
+
+    def kept(self, keep: Sequence[Indices]) -> "Nodes":
+        """The nodes of what ``keep`` leaves of the drafts, without those that are left empty."""
+        part = object.__new__(Nodes)
+        sizes = np.array([len(own) for own in keep], dtype=np.int64)
+        chosen = np.concatenate([*keep, np.empty(0, dtype=np.int64)]) + np.repeat(self.starts[:-1], sizes)
+        sizes = sizes[sizes > 0]
+        part.starts = np.concatenate([[0], np.cumsum(sizes)])
+        part.draft_N = np.repeat(np.arange(len(sizes)), sizes)
+        renumbered = np.zeros(len(self), dtype=np.int64)
+        renumbered[chosen] = np.arange(len(chosen))
+        part.parent_N = renumbered[self.parent_N[chosen]]
+        part.probs_N, part.claims_N = self.probs_N[chosen], self.claims_N[chosen]
+        part.sources_N = self.sources_N[chosen]
+        part._are_chains = self._are_chains
+        return part
 
     def split(self, chosen: Indices) -> list[Indices]:
         """Chosen nodes as one ascending array of own indices a draft."""

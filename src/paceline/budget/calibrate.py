@@ -22,6 +22,8 @@ _FADE = 1 - 1 / 64
 _MOST_TRIALS = 256.0
 #: Pseudo-trials with which a class starts from its prior.
 _PRIOR_TRIALS = 2.0
+#: The map from claims to what is believed is made anew after so many passes, at first after each.
+_MAPPED_EVERY = 4
 
 
 class Calibrator:
@@ -35,13 +37,17 @@ class Calibrator:
         self._unclaimed = _Shares((_DEPTHS, len(SOURCES)))
         self._claimed = _Shares((_CLAIMS,))
         self._claims = np.zeros(_CLAIMS)  # sum of the claims of the trials in each decile
+        self._map: tuple[Floats, Floats] | None = None
+        self._passes = self._news = 0  # observed passes, and those that the map does not know yet
 
     def probs(self, nodes: Nodes) -> Floats:
         """Calibrated path probabilities of the nodes, never growing down a path."""
         if not len(nodes):
             return np.empty(0)
-        claims_N = self._conditional_claims(nodes)
-        knots, shares = self._correction()
+        claims_N = nodes.claims_N
+        if self._map is None or self._news >= min(_MAPPED_EVERY, 1 + self._passes // 32):
+            self._map, self._news = self._correction(), 0
+        knots, shares = self._map
         shares_N = np.interp(claims_N, knots, shares)
         is_unclaimed_N = np.isnan(claims_N)
         if is_unclaimed_N.any():
@@ -51,18 +57,18 @@ class Calibrator:
     def observe(self, nodes: Nodes, accepted: Sequence[Indices], cut: Sequence[bool]) -> None:
         """What became of verified nodes: own indices of the accepted ones a draft, in the order of the path.
 
-        ``cut`` says that the response ended on the last accepted node, so that nobody knows about its children.
+        ``cut`` says that the response ended on the last accepted node, so that nobody knows about its children. Both
+        have one entry a draft.
         """
         if not len(nodes):
             return
-        is_accepted_N = np.zeros(len(nodes), dtype=bool)
-        is_open_N = np.ones(len(nodes), dtype=bool)
-        for start, path, ended in zip(nodes.starts.tolist(), accepted, cut, strict=False):
-            is_accepted_N[path + start] = True
-            if ended and len(path):
-                is_open_N[path[-1] + start] = False
+        is_accepted_N, is_open_N = np.zeros(len(nodes), dtype=bool), np.ones(len(nodes), dtype=bool)
+        depths = [len(path) for path in accepted]
+        reached = np.concatenate([*accepted, np.empty(0, dtype=np.int64)]) + np.repeat(nodes.starts[:-1], depths)
+        is_accepted_N[reached] = True
+        is_open_N[reached[np.cumsum(depths)[(np.array(depths) > 0) & np.asarray(cut, dtype=bool)] - 1]] = False
         is_tested_N = nodes.tops() | (is_accepted_N & is_open_N)[nodes.parent_N]
-        claims_N = self._conditional_claims(nodes)
+        claims_N = nodes.claims_N
         tested = np.flatnonzero(is_tested_N & np.isnan(claims_N))
         if len(tested):
             depth_N, source_N = self._cells(nodes)
@@ -73,6 +79,8 @@ class Calibrator:
             kept = self._claimed.add((decile,), is_accepted_N[tested])
             self._claims *= kept
             np.add.at(self._claims, decile, claims_N[tested])
+            self._passes += 1
+            self._news += 1
 
     def loosen(self) -> None:
         """The policy moved: what was learned counts half."""
@@ -80,6 +88,7 @@ class Calibrator:
             shares.trials /= 2
             shares.hits /= 2
         self._claims /= 2
+        self._map = None
 
     def reliability(self) -> list[tuple[float, float, float]]:
         """By decile of the claimed conditional probability: mean claim, accepted share, recent trials (faded)."""
@@ -103,18 +112,9 @@ class Calibrator:
             loaded[name] = np.array(state[name], dtype=np.float64)
             if loaded[name].shape != np.shape(own) or not np.isfinite(loaded[name]).all():
                 raise ValueError(f"the calibration's {name} has shape {loaded[name].shape} or is not finite")
-        self._claims = loaded["claims"]
+        self._claims, self._map = loaded["claims"], None
         for name, shares in (("unclaimed", self._unclaimed), ("claimed", self._claimed)):
             shares.trials, shares.hits = loaded[f"{name}_trials"], loaded[f"{name}_hits"]
-
-    def _conditional_claims(self, nodes: Nodes) -> Floats:
-        """p(node) / p(parent) as claimed; NaN where nothing is claimed."""
-        is_claimed_N = ~np.isnan(nodes.probs_N)
-        if not is_claimed_N.any():
-            return nodes.probs_N
-        path_N = nodes.capped_by_parents(nodes.probs_N)
-        above_N = np.where(nodes.tops(), 1.0, path_N[nodes.parent_N])
-        return np.where(is_claimed_N, path_N / np.maximum(above_N, 1e-12), np.nan)
 
     def _cells(self, nodes: Nodes) -> tuple[Indices, npt.NDArray[np.uint8]]:
         return np.minimum(nodes.depths(), _DEPTHS) - 1, nodes.sources_N

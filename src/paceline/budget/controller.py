@@ -18,8 +18,8 @@ Kind = Literal["draft", "probe", "plain"]
 #: After so many drafted passes of a bucket one is decoded plainly, so that the comparison stays fresh; fewer at first.
 _PLAIN_EVERY = 128
 _FIRST_PLAIN_EVERY = 8
-#: After a probe that lost, so many passes of its bucket are plain.
-_PROBE_WAIT = 16
+#: After a probe that lost, its bucket stays plain until the loss is a small share of the time; so many passes at most.
+_LONGEST_WAIT = 64
 #: What drafting brought is averaged over about 1 / (1 - _FADE) passes and judged from _JUDGED on.
 _FADE = 0.97
 _JUDGED = 4.0
@@ -67,7 +67,7 @@ class Plan:
     """One pass: what kind it is, and the nodes that are verified in it. ``rows`` decode; ``extra`` tokens are filled.
 
     ``offered`` counts the nodes that the drafter proposed, ``expected`` the nodes that should be accepted, ``drafts``
-    are those that are verified, and ``propose_seconds`` is what proposing took.
+    are those that are verified, and ``propose_seconds`` is what proposing and choosing took.
     """
 
     kind: Kind
@@ -135,7 +135,7 @@ class BudgetController:
         found = self._allocation(plan, nodes, probs_N, most, weights)
         plan.expected = found.expected
         kept = [pruned(draft, keep) for draft, keep in zip(drafts, found.keep, strict=True) if len(keep)]
-        plan.drafts, plan.nodes = kept, Nodes(kept) if kept else None
+        plan.drafts, plan.nodes = kept, nodes.kept(found.keep) if kept else None
         return kept
 
     def drop(self, plan: Plan) -> None:
@@ -182,8 +182,9 @@ class BudgetController:
             lost = plan.propose_seconds / plain
         ledger.book(lost)
         if plan.kind == "probe" and (lost > 0 or not drafted):
-            ledger.credit -= max(lost, 0.0)
-            ledger.wait = _PROBE_WAIT
+            lost = max(lost, 0.0)
+            ledger.credit -= lost
+            ledger.wait = 1 + min(int(lost / max(self.config.probe_share, 1e-6)), _LONGEST_WAIT)
 
     def refit(self) -> None:
         """The policy moved: what was learned about acceptance counts half, and every bucket may be probed at once."""

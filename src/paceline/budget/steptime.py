@@ -92,6 +92,7 @@ class StepTimeTable:
     def __init__(self) -> None:
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._curves: dict[int, _Curve] = {}
+        self._plain: set[int] = set()
         self._adds = 0
         #: The most drafted tokens that any measured pass had.
         self.most_drafted = 0
@@ -129,7 +130,12 @@ class StepTimeTable:
     def knows_plain(self, rows: int) -> bool:
         """Whether plain passes over about as many rows (a quarter more or fewer) were measured twice or more."""
         rows = bucket(rows)
-        return sum(b.weight for (r, n), b in self._buckets.items() if n == 0 and 4 * abs(r - rows) <= rows) >= 2
+        if rows not in self._plain:
+            near = (b.weight for (r, n), b in self._buckets.items() if n == 0 and 4 * abs(r - rows) <= rows)
+            if sum(near) < 2:
+                return False
+            self._plain.add(rows)
+        return True
 
     def plain_seconds(self, rows: int) -> float:
         """Expected seconds of a plain pass, one token a row, interpolated between the row counts that were measured.

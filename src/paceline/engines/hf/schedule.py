@@ -134,7 +134,8 @@ class Scheduler:
         weights = self._straggler_weights(drafting, [draft.request_id for draft in offered])
         for draft in self.controller.choose(plan, offered, most=left, extra=extra, weights=weights):
             shares[draft.request_id].draft = draft
-        self._stats.draft_seconds += perf_counter() - started
+        plan.propose_seconds = perf_counter() - started
+        self._stats.draft_seconds += plan.propose_seconds
 
     def _straggler_weights(self, drafting: Sequence[Share], offered: Sequence[str]) -> Floats | None:
         """What a token of each offered draft is worth, where a batch drains; None where all are worth the same."""
