@@ -12,8 +12,7 @@ from paceline.config import load_config
 from paceline.rl.tasks import make_task
 from paceline.rl.tasks.chinook import database
 from paceline.rl.tasks.chinook_questions import questions
-from paceline.rl.tasks.split import split_of
-from paceline.rl.tasks.text_to_sql import TextToSql, phrase
+from paceline.rl.tasks.text_to_sql import phrase
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 POLICY = EXAMPLES / "policies" / "sql-1m"
@@ -77,15 +76,6 @@ def test_the_shipped_policy_answers_most_of_its_training_questions(tokenizer):
     assert 0.6 < sum(rewards) / len(rewards) < 1.0
 
 
-def test_only_the_answer_and_its_end_are_learned(script, tokenizer):
-    rows = [("How many?", "<plan> x </plan>"), ("Who?", "<plan> a longer one </plan> <sql> SELECT 1 </sql>")]
-    ids_BT, mask_BT, labels_BT = script.batch(rows, tokenizer)
-    for row, (question, answer) in enumerate(rows):
-        learned = labels_BT[row][labels_BT[row] != -100]
-        assert tokenizer.decode(learned) == f"{answer}<eos>"
-        assert tokenizer.decode(ids_BT[row][mask_BT[row].bool()]) == f"<bos>{question}<sep>{answer}<eos>"
-
-
 def test_a_made_up_name_replaces_the_real_one_in_the_question_and_in_the_answer(script, known):
     question = next(q for q in known if q.kind == "albums_of_artist")
     rng, made_up = random.Random(0), 0
@@ -95,28 +85,3 @@ def test_a_made_up_name_replaces_the_real_one_in_the_question_and_in_the_answer(
         assert answer.count(f"'{name}'") == 2
         made_up += name != question.values[0]
     assert 10 < made_up < 45
-
-
-def test_a_few_steps_of_the_script_lower_the_loss(script, known):
-    train = [question for question in known if split_of(question.key) == "train"][::20]
-    torch.manual_seed(0)
-    tokenizer = script.make_tokenizer(
-        [question.text for question in train] + [phrase(q, random.Random(0)) for q in train]
-    )
-    model = script.make_model()
-    ids_BT, mask_BT, labels_BT = script.batch([(q.text, phrase(q, random.Random(1))) for q in train[:16]], tokenizer)
-
-    def loss():
-        with torch.no_grad():
-            return model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss.item()
-
-    before = loss()
-    script.train(model, tokenizer, train, random.Random(0), steps=12)
-    assert loss() < before - 0.5
-
-
-def test_the_script_judges_a_policy_by_the_tasks_own_reward(script, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
-    task = TextToSql(train_prompts=4, eval_prompts=0)
-    sampled = script.mean_reward(model, tokenizer, task, task.prompts("train"), samples=4)
-    assert 0.2 < sampled <= 1.0
