@@ -51,7 +51,7 @@ def test_the_parents_of_a_part_of_a_tree_are_renumbered():
 
 @pytest.mark.parametrize("parents", [None, [-1, 0, 1]])
 def test_a_node_more_probable_than_its_parent_is_not_taken_without_it(parents):
-    assert taken(pool([draft("a", [0.1, 0.9, 0.8], parents), draft("b", [0.5])], 2)) == {}
+    assert taken(pool([draft("a", [0.1, 0.9, 0.8], parents), draft("b", [0.5])], 2)) == {"a": [0], "b": [0]}
     assert taken(pool([draft("a", [0.7, 0.9, 0.1], parents), draft("b", [0.5])], 2)) == {"a": [0, 1]}
 
 

@@ -25,7 +25,7 @@ def replay(
         int | None, typer.Option(min=1, help="Requests at a time; as recorded: all of a step.", show_default=False)
     ] = None,
     pool: Annotated[
-        bool, typer.Option("--pool", help="Let the nodes of the batch compete for rows x budget tokens.")
+        bool, typer.Option("--pool", help="Let the nodes of the batch compete for what --budget each comes to.")
     ] = False,
     offer: Annotated[
         int | None,

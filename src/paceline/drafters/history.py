@@ -111,6 +111,11 @@ class HistoryDrafter:
         """Bytes that the memory of responses takes."""
         return self.history.nbytes
 
+    @property
+    def tokens_held(self) -> int:
+        """Tokens that are remembered, those of prompts and of requests in flight among them."""
+        return self.history.tokens
+
     def snapshot(self) -> Snapshot:
         """Everything finished and learned, for ``history.snapshot.encode_snapshot``; no request in flight."""
         return Snapshot(self.salt, self._version, *self.history.records(), votes=np.array(self.history.votes()))

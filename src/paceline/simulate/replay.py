@@ -81,8 +81,8 @@ class Replay:
     Per step: ``start`` for all requests; then passes over the first ``batch`` of them (None: all), refilled in order,
     with ``propose``, ``verifying`` (of a ``Prefetcher``), ``commit`` and ``finish``; at the end ``on_weights``. A
     forward emits what it accepts and one token more, never beyond the recorded end. ``offer`` None: each request drafts
-    at most ``budget`` nodes; a number: each offers that many, and the batch keeps its ``rows * budget`` most probable
-    ones. ``cost`` projects a speedup.
+    at most ``budget`` nodes; a number: each offers that many, and the batch keeps its most probable ones, as
+    many as their first ``budget`` nodes are together. ``cost`` projects a speedup.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Replay:
         ]
         self._stale += sum(len(draft.tokens) > 0 for draft in proposed) - len(current)
         if self.offer is not None:
-            current = pool(current, self.budget * len(running))
+            current = pool(current, sum(min(self.budget, len(draft.tokens)) for draft in current))
         if isinstance(self.drafter, Prefetcher):
             self.drafter.verifying(current)
         return {draft.request_id: draft for draft in current}

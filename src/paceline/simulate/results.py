@@ -76,7 +76,7 @@ class ReplayResult(msgspec.Struct, kw_only=True):
     """A whole call. ``batch`` None: all rollouts of a step at once.
 
     ``state`` is warm where a snapshot was given; each drafter says for itself whether it took it. ``pool``: the batch's
-    nodes competed for rows * budget; each request offered at most ``offer`` nodes.
+    nodes competed for what ``budget`` nodes each would have come to; each offered at most ``offer``.
     """
 
     version: str
