@@ -15,8 +15,9 @@ Tokens = npt.NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
 
 #: Where an emitted token came from. 0: the policy's own sample beyond any draft; others: a draft that was accepted,
-#: copied from the request's own text (``prompt``), a sibling in flight, an earlier rollout, or another drafter.
-SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other")
+#: copied from the request's own text (``prompt``), a sibling in flight, an earlier rollout, another drafter, or
+#: answers to other prompts (``elsewhere``).
+SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "elsewhere")
 
 
 class PacelineError(Exception):
