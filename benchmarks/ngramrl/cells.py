@@ -1,0 +1,126 @@
+"""The cells of the experiment: which they are, and how each comes by its policy and its recorded run."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import Config, load_config
+from paceline.report.trace import read_metrics
+from paceline.rl import folder
+from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
+from paceline.rl.loop import train
+from paceline.rl.policy import Policy
+from paceline.rl.tasks import make_task
+from paceline.rl.warmup import warmup
+from paceline.schema import PacelineError, RolloutRequest
+
+HERE = Path(__file__).parent
+WORKLOADS = ("function_call", "text_to_sql", "number_sorting")
+FAMILIES = ("qwen3", "smollm2")
+BUDGET = 16
+#: Every drafter of the table, as ``paceline replay --drafters`` names it.
+DRAFTERS = (
+    "history",
+    "history:prefetch=16",
+    "ngramrl",
+    "ngramrl_window",
+    "ngramrl_prefetch",
+    "suffix_tree",
+    "suffix_tree_tuned",
+    "suffix_tree_global",
+    "prompt_lookup",
+    "prompt_lookup_earliest",
+    "histospec",
+    "seer",
+    "rest",
+    "arctic",
+)
+_SMOLLM2 = "smollm2-135m"
+_WARMUP_STEPS = {"text_to_sql": 40, "number_sorting": 40}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload with one family of policies."""
+
+    workload: str
+    family: str
+
+    @property
+    def name(self) -> str:
+        """``workload-family``: the name of its configuration and of its run."""
+        return f"{self.workload}-{self.family}"
+
+    @property
+    def config_path(self) -> Path:
+        """Its configuration."""
+        return HERE / "configs" / f"{self.name}.yaml"
+
+    def config(self, *overrides: str) -> Config:
+        """Its configuration, with ``section.key=value`` overrides."""
+        return load_config(self.config_path, list(overrides))
+
+
+CELLS = tuple(Cell(workload, family) for family, workload in itertools.product(FAMILIES, WORKLOADS))
+
+
+def choose(names: str) -> list[Cell]:
+    """The cells of a list ``a,b``; all of them for an empty one."""
+    known = {cell.name: cell for cell in CELLS}
+    unknown = [name for name in names.split(",") if name and name not in known]
+    if unknown:
+        raise PacelineError(f"--cells: no cell {unknown[0]!r}; known: {', '.join(known)}")
+    return [known[name] for name in names.split(",") if name] or list(CELLS)
+
+
+def make_policy(cell: Cell) -> None:
+    """Pre-train or warm up the policy that the cell starts from, where it is missing."""
+    config = cell.config()
+    path = Path(config.policy.path)
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return
+    if cell.family == "qwen3":
+        subprocess.run([sys.executable, str(HERE / "pretrain_qwen3.py"), "--out", str(path)], check=True)
+        return
+    made = warmup(cell.config(f"policy.path={_SMOLLM2}"), steps=_WARMUP_STEPS[cell.workload], out=path)
+    print(f"{made.out}: loss {made.loss_first:.3f} -> {made.loss_last:.3f} in {made.seconds:.0f} s", flush=True)
+
+
+def record(cell: Cell, on_event: Callable[[object], None] = lambda _event: None) -> Path:
+    """The folder of the cell's recorded run, trained to its end; a run that was broken off goes on."""
+    config = cell.config()
+    out = Path(config.out)
+    started = (out / folder.METRICS).is_file()
+    if not (started and is_recorded(cell)):
+        make_policy(cell)
+        train(config, resume=started, on_event=on_event)
+    return out
+
+
+def is_recorded(cell: Cell) -> bool:
+    """Whether all steps of the cell's run are on disk, and its trained policy."""
+    config = cell.config()
+    out = Path(config.out)
+    prompts = sum(task.train_prompts for task in config.tasks.values())
+    steps = config.rl.epochs * -(-prompts // config.rl.prompts_per_step)
+    metrics = out / folder.METRICS
+    return metrics.is_file() and len(read_metrics(metrics)) == steps and (out / folder.POLICY).is_dir()
+
+
+def trained_policy(cell: Cell) -> Policy:
+    """The policy as the recorded run left it."""
+    config = cell.config()
+    return Policy.load(cell.config(f"policy.path={Path(config.out) / folder.POLICY}").policy, config.seed)
+
+
+def next_steps(cell: Cell, policy: Policy) -> Iterator[tuple[list[Item], list[RolloutRequest]]]:
+    """Prompts and requests of the steps that the recorded run would go on with, epoch after epoch."""
+    config = cell.config()
+    tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
+    curriculum = Curriculum(load_items(tasks, "train", policy.encode_prompt), config.rl, config.seed)
+    for step in itertools.count(curriculum.steps):
+        items = curriculum.step_items(step)
+        yield items, rollout_requests(items, config.rl.group_size, config.sampling, config.seed, str(step))
