@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import BudgetConfig, EngineConfig
-from paceline.drafters import HistoryDrafter, PromptLookupDrafter
+from paceline.drafters import HistoryDrafter, PrefetchingDrafter, PromptLookupDrafter
 from paceline.engines.hf import HFEngine
+from paceline.history import Settings
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
 from scripted import ScriptedDrafter, mixed_trees, oracle, random_trees
 from tiny_models import ARCHITECTURES, VOCABULARY, tiny
@@ -198,6 +199,31 @@ def test_requests_that_arrive_abort_and_stop_at_any_time_leave_the_others_alone(
             else:
                 assert tokens == plain[request_id]
             assert len(rollout.logprobs) == len(tokens)
+
+
+HISTORIES = {
+    "native": lambda: HistoryDrafter(),
+    "plain Python": lambda: HistoryDrafter(native=False),
+    "threads": lambda: HistoryDrafter(Settings(threads=2)),
+    "prefetch": lambda: PrefetchingDrafter(Settings(threads=2), outcomes=8),
+    "patient prefetch": lambda: PrefetchingDrafter(Settings(threads=2, patient=True)),
+}
+
+
+@pytest.mark.parametrize("mode", ["fixed", "adaptive"])
+@pytest.mark.parametrize("kind", HISTORIES)
+def test_history_trees_prefetched_or_not_change_no_token(kind, mode):
+    reqs = requests(8, max_tokens=20, group=4, temperature=0.4)
+    plain, _ = run(tiny(), reqs)
+    drafter = HISTORIES[kind]()
+    for visit in range(3):
+        spec, stats = run(tiny(), reqs, drafter, budget_config=BudgetConfig(mode=mode), slots=5)
+        assert_same(spec, plain)
+        if mode == "fixed":
+            assert stats.tokens_accepted > 0
+            assert visit == 0 or stats.row_forwards < sum(len(r.tokens) for r in plain) / 3
+    if mode == "fixed" and kind == "patient prefetch":
+        assert stats.drafts_prefetched > 0
 
 
 def test_after_a_rejection_the_next_logits_equal_a_fresh_prefill():  # field E2

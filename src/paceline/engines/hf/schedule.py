@@ -10,7 +10,7 @@ import numpy as np
 from paceline.budget.allocate import Floats, pruned
 from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.lengths import Lengths, straggler_weights
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, Prefetcher
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.sampling.accept import chain_parents, depths
@@ -105,6 +105,8 @@ class Scheduler:
                 self.queue.preempt()
                 shares = [share for share in shares if share.row in running]
             plan.rows = sum(share.decodes for share in shares)
+        if isinstance(drafter, Prefetcher):
+            drafter.verifying([share.draft for share in shares if share.draft is not None])
         slots = {row.arrival: slot for slot, row in enumerate(running)}
         return sorted(shares, key=lambda share: slots[share.row.arrival]), plan
 
