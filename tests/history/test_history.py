@@ -205,23 +205,27 @@ def test_weights_move_towards_the_age_that_is_right(kind, right):
 
 
 def test_ten_times_the_byte_cap_takes_no_more_than_the_cap(kind):  # field J1
-    cap = (1 << 20) if kind == "plain" else (2 << 20)
+    cap = 1 << 21
     history = make(kind, cap_bytes=cap, elsewhere_tokens=1 << 30, window=1 << 30)
     random = Random(1)
-    offered, per_token = 0.0, None
-    number = 0
+    offered = number = 0
+    token_bytes = None
     while offered < 10 * cap:
-        number += 1
-        text = [random.randrange(50_000) for _ in range(200)]
-        history.remember(number, number % 7, PROMPT, text)
+        requests = list(range(number, number + 8))
+        number += 8
+        texts = [[random.randrange(50_000) for _ in range(100)] for _ in requests]
+        history.start(requests, [request % 5 for request in requests], [PROMPT] * 8)
+        history.commit(requests, texts)
+        history.finish(requests)
         assert history.nbytes <= cap
-        if per_token is None and number == 20:
-            per_token = history.nbytes / (number * len(text))
-        offered += len(text) * (per_token or 0.0)
-    assert history.refused == 0
+        if token_bytes is None and history.nbytes > cap / 2:
+            token_bytes = history.nbytes / (number * 100)
+        offered = number * 100 * (token_bytes or 0.0)
+    assert history.refused == 0  # the oldest made room
     assert history.nbytes > 0.5 * cap
-    history.start([0], [number % 7], [PROMPT])
-    assert text[0] in history.draft(0, 400).tokens
+    assert history.tokens * token_bytes > 0.5 * cap
+    history.start([number], [(number - 1) % 5], [PROMPT])
+    assert texts[-1][0] in history.draft(number, 1000).tokens
 
 
 def test_requests_that_the_byte_cap_refuses_draft_nothing_and_the_rest_goes_on(kind):

@@ -132,12 +132,9 @@ class PlainHistory:
             if number in self._live:
                 raise ValueError(f"request {number} is in flight already")
         for number, shard, prompt in zip(requests.tolist(), shards.tolist(), prompts, strict=True):
-            request = self._live[number] = _Live()
-            if 0 < self._cap_bytes < self.nbytes:
-                self._refused += 1
-            else:
-                request.response = self._store.open(shard, prompt, self._version)
-        self._fit()
+            self._live[number] = _Live(self._store.open(shard, prompt, self._version))
+            if not self._make_room():
+                self._refuse(number)
 
     def commit_batch(self, requests: Int64s, tokens: Int32s, offsets: Int64s) -> None:
         """See ``History.commit_batch``."""
@@ -225,19 +222,26 @@ class PlainHistory:
         """See ``History.set_votes``."""
         self._votes.set_state(state)
 
+    def _make_room(self) -> bool:
+        """Keep under the cap: the oldest responses go first. False where none is left and it does not suffice."""
+        while 0 < self._cap_bytes < self.nbytes:
+            if not self._store.evict_one():
+                return False
+        return True
+
     def _fit(self) -> None:
-        """Keep under the cap: the oldest responses go first, then the requests in flight lose their memory."""
-        if self._cap_bytes == 0:
-            return
-        while self.nbytes > self._cap_bytes and self._store.evict_one():
-            pass
-        for number, request in self._live.items():
-            if self.nbytes <= self._cap_bytes:
+        """Make room; where that does not suffice, requests in flight lose their memory."""
+        for number in tuple(self._live):
+            if self._make_room():
                 return
-            if request.response is not None:
-                self._store.forget(request.response)
-                self._live[number] = _Live()
-                self._refused += 1
+            self._refuse(number)
+
+    def _refuse(self, number: int) -> None:
+        response = self._live[number].response
+        if response is not None:
+            self._store.forget(response)
+            self._live[number] = _Live()
+            self._refused += 1
 
     def _all_live(self, requests: Int64s) -> list[_Live]:
         """The requests of a batch; ValueError for one that is not in flight or comes twice."""

@@ -11,8 +11,6 @@ namespace {
 
 // What an allocator keeps beside a block or a list node; counted, because the cap is on resident bytes.
 constexpr size_t kAllocation = 16;
-constexpr size_t kFirstSlots = 16;
-constexpr size_t kMigrationStep = 8;
 
 // Extends the hash of the newest k tokens by the token before them.
 inline uint64_t mix(uint64_t hash, int32_t token) {
@@ -55,11 +53,27 @@ size_t Arena::sequence_bytes(const Sequence& sequence) const {
     return sizeof(Sequence) + 2 * sizeof(void*) + kAllocation + sequence.blocks.capacity() * sizeof(uint32_t);
 }
 
+size_t Arena::table_bytes() const {
+    size_t bytes = 0;
+    for (const GramTable& table : grams_) bytes += table.bytes();
+    return bytes;
+}
+
+template <class TokenBack, class Visit>
+void Arena::each_gram(size_t count, const TokenBack& token_back, const Visit& visit) const {
+    const int reach = static_cast<int>(std::min<size_t>(static_cast<size_t>(orders_.front()), count));
+    int order = static_cast<int>(orders_.size()) - 1;
+    uint64_t hash = kHashSeed;
+    for (int k = 1; k <= reach; ++k) {
+        hash = mix(hash, token_back(k));
+        if (k != orders_[order]) continue;
+        visit(order, hash);
+        if (--order < 0) break;
+    }
+}
+
 void Arena::append(Sequence* sequence, const int32_t* tokens, size_t count) {
-    const size_t before = sequence_bytes(*sequence);
-    size_t tables_before = 0, tables = 0;
-    for (const GramTable& table : grams_) tables_before += table.bytes();
-    const int longest = orders_.front();
+    const size_t before = sequence_bytes(*sequence) + table_bytes();
     for (size_t i = 0; i < count; ++i) {
         const uint32_t offset = sequence->length % kBlockTokens;
         Block* held = offset == 0 ? allocate(sequence) : block(sequence->blocks.back());
@@ -67,22 +81,15 @@ void Arena::append(Sequence* sequence, const int32_t* tokens, size_t count) {
         const uint32_t place = sequence->blocks.back() * kBlockTokens + offset;
         ++sequence->length;
         ++tokens_;
-        const int reach = static_cast<int>(std::min<uint32_t>(longest, sequence->length));
-        int order = static_cast<int>(orders_.size()) - 1;
-        uint64_t hash = kHashSeed;
-        for (int k = 1; k <= reach; ++k) {
+        for (size_t order = 0; order < orders_.size(); ++order) held->links(static_cast<int>(order))[offset] = kNoPlace;
+        const auto back = [&](int k) {
             const uint32_t index = sequence->length - static_cast<uint32_t>(k);
-            hash = mix(hash, index / kBlockTokens == held->index ? held->tokens[index % kBlockTokens]
-                                                                 : token(sequence, index));
-            if (k == orders_[order]) {
-                held->links(order)[offset] = grams_[order].exchange(hash, place, *this, tokens_);
-                if (--order < 0) break;
-            }
-        }
-        for (; order >= 0; --order) held->links(order)[offset] = kNoPlace;
+            return index / kBlockTokens == held->index ? held->tokens[index % kBlockTokens] : token(sequence, index);
+        };
+        each_gram(sequence->length, back,
+                  [&](int order, uint64_t hash) { held->links(order)[offset] = grams_[order].exchange(hash, place); });
     }
-    for (const GramTable& table : grams_) tables += table.bytes();
-    bytes_ += sequence_bytes(*sequence) - before + tables - tables_before;
+    bytes_ += sequence_bytes(*sequence) + table_bytes() - before;
 }
 
 Arena::Block* Arena::allocate(Sequence* sequence) {
@@ -120,7 +127,21 @@ void Arena::drop_if_empty(std::unique_ptr<Page>& page) {
     bytes_ -= sizeof(Page) + kAllocation;
 }
 
+void Arena::forget_grams(const Sequence* sequence) {
+    std::vector<int32_t> tokens(sequence->length);
+    copy(sequence, 0, sequence->length, tokens.data());
+    const size_t before = table_bytes();
+    for (size_t end = 1; end <= tokens.size(); ++end) {
+        const uint32_t index = static_cast<uint32_t>(end - 1);
+        const uint32_t place = sequence->blocks[index / kBlockTokens] * kBlockTokens + index % kBlockTokens;
+        const auto back = [&](int k) { return tokens[end - static_cast<size_t>(k)]; };
+        each_gram(end, back, [&](int order, uint64_t hash) { grams_[order].erase(hash, place); });
+    }
+    bytes_ += table_bytes() - before;
+}
+
 void Arena::evict(Sequence* sequence) {
+    forget_grams(sequence);
     for (uint32_t number : sequence->blocks) release(number);
     tokens_ -= sequence->length;
     bytes_ -= sequence_bytes(*sequence);
@@ -189,66 +210,6 @@ void Arena::search(const int32_t* context, int context_length, const Scope& scop
         }
         longer = orders_[order];
     }
-}
-
-// The table
-
-Arena::GramTable::Slots::Slots(size_t count) : at(static_cast<Slot*>(std::calloc(count, sizeof(Slot)))), size(count) {
-    if (at == nullptr) throw std::bad_alloc();
-}
-
-Arena::GramTable::Slot* Arena::GramTable::Slots::probe(uint32_t fingerprint) const {
-    if (size == 0) return nullptr;
-    // The bucket comes from the fingerprint, so that a table can grow from what its slots hold.
-    size_t index = fingerprint & (size - 1);
-    while (at[index].place != kNoPlace && at[index].fingerprint != fingerprint) index = (index + 1) & (size - 1);
-    return &at[index];
-}
-
-uint32_t Arena::GramTable::find(uint64_t hash) const {
-    const uint32_t fingerprint = static_cast<uint32_t>(hash >> 32);
-    const Slot* slot = slots_.probe(fingerprint);
-    if (slot != nullptr && slot->place != kNoPlace) return slot->place;
-    slot = old_.probe(fingerprint);
-    return slot == nullptr ? kNoPlace : slot->place;
-}
-
-uint32_t Arena::GramTable::exchange(uint64_t hash, uint32_t place, const Arena& arena, size_t order_tokens) {
-    if ((used_ + 1) * 4 > slots_.size * 3) {
-        migrate(old_.size, arena);
-        grow(order_tokens);
-    }
-    migrate(kMigrationStep, arena);
-    const uint32_t fingerprint = static_cast<uint32_t>(hash >> 32);
-    Slot* slot = slots_.probe(fingerprint);
-    if (slot->place != kNoPlace) return std::exchange(slot->place, place);
-    ++used_;
-    *slot = {fingerprint, place};
-    const Slot* older = old_.probe(fingerprint);
-    return older == nullptr ? kNoPlace : older->place;
-}
-
-// Room for what is held and for what may come while the old entries move over.
-void Arena::GramTable::grow(size_t held) {
-    const size_t kept = std::min(used_, held);
-    size_t size = kFirstSlots;
-    while (size < 2 * (kept + slots_.size / kMigrationStep + 1)) size *= 2;
-    old_ = std::move(slots_);
-    slots_ = Slots(size);
-    used_ = migrated_ = 0;
-}
-
-void Arena::GramTable::migrate(size_t count, const Arena& arena) {
-    if (old_.size == 0) return;
-    for (; count > 0 && migrated_ < old_.size; --count, ++migrated_) {
-        const Slot& moving = old_.at[migrated_];
-        if (moving.place == kNoPlace || !arena.alive(moving.place)) continue;
-        Slot* slot = slots_.probe(moving.fingerprint);
-        if (slot->place != kNoPlace) continue;  // it has a newer place already
-        *slot = moving;
-        ++used_;
-    }
-    if (migrated_ == old_.size) old_ = Slots();
 }
 
 }  // namespace paceline

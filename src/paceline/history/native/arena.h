@@ -1,8 +1,8 @@
 // Sequences of token ids and, for every n-gram of a few orders, the chain of places where it ended, newest first.
 //
-// Tokens live in blocks of 16 with the chains' links beside them: appending a token costs one table access an order,
-// evicting a sequence frees its blocks at once, and nothing is ever moved. A chain ends at its first evicted place.
-// One thread writes at a time and nobody reads meanwhile; any number of threads read between writes.
+// Tokens live in blocks of 16 with the chains' links beside them: appending or evicting a token costs one table access
+// an order, and nothing is ever moved. A chain ends at its first evicted place. One thread writes at a time and nobody
+// reads meanwhile; any number of threads read between writes.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "grams.h"
+
 namespace paceline {
 
 constexpr int kBlockTokens = 16;
 constexpr int kMaxOrders = 4;
-constexpr uint32_t kNoPlace = 0;  // block 0 is never used, so that fresh memory is an empty table
 
 enum class Kind : uint8_t { prompt, live, kept, dead };
 
@@ -99,61 +100,26 @@ class Arena {
         uint32_t used = 0;
     };
 
-    // From an n-gram's hash to the newest place where it ended. Grows a few entries an insertion, so that no insertion
-    // waits for the whole table; places that were evicted are left behind.
-    class GramTable {
-     public:
-        uint32_t find(uint64_t hash) const;
-        // Puts `place` in front and returns the place that was there.
-        uint32_t exchange(uint64_t hash, uint32_t place, const Arena& arena, size_t order_tokens);
-        size_t bytes() const { return (slots_.size + old_.size) * sizeof(Slot); }
-
-     private:
-        struct Slot {
-            uint32_t fingerprint;
-            uint32_t place;
-        };
-        // Memory that the system hands out zeroed: a large table costs nothing until it is touched.
-        struct Slots {
-            struct Free {
-                void operator()(Slot* slots) const { std::free(slots); }
-            };
-            std::unique_ptr<Slot[], Free> at;
-            size_t size = 0;  // a power of two, or 0
-            Slots() = default;
-            explicit Slots(size_t count);
-            Slots(Slots&& other) noexcept : at(std::move(other.at)), size(std::exchange(other.size, 0)) {}
-            Slots& operator=(Slots&& other) noexcept {
-                at = std::move(other.at);
-                size = std::exchange(other.size, 0);
-                return *this;
-            }
-            // The slot of the fingerprint, or the free one where it belongs; nullptr in an empty table.
-            Slot* probe(uint32_t fingerprint) const;
-        };
-        void grow(size_t held);
-        void migrate(size_t count, const Arena& arena);
-
-        Slots slots_, old_;
-        size_t used_ = 0, migrated_ = 0;
-    };
-
     Block* block(uint32_t number) const {
         const Page* page = pages_[number / kPageBlocks].get();
         return page == nullptr ? nullptr : page->blocks[number % kPageBlocks];
     }
-    bool alive(uint32_t place) const { return block(place / kBlockTokens) != nullptr; }
+    // Calls `visit(order, hash)` for each order of an n-gram that ends with the last of `count` tokens, shortest first.
+    template <class TokenBack, class Visit>
+    void each_gram(size_t count, const TokenBack& token_back, const Visit& visit) const;
     Block* allocate(Sequence* sequence);
+    void forget_grams(const Sequence* sequence);
     void release(uint32_t number);
     void drop_if_empty(std::unique_ptr<Page>& page);
     int match_length(const Block* held, uint32_t end, const int32_t* context, int context_length) const;
     size_t block_bytes() const { return sizeof(Block) + orders_.size() * kBlockTokens * sizeof(uint32_t); }
     size_t sequence_bytes(const Sequence& sequence) const;
+    size_t table_bytes() const;
 
     std::vector<int> orders_;
     int max_match_;
     std::vector<std::unique_ptr<Page>> pages_;
-    uint32_t next_block_ = 1;
+    uint32_t next_block_ = 1;  // block 0 would hold the place that is none
     std::vector<GramTable> grams_;
     std::list<Sequence> sequences_;
     size_t bytes_ = 0, tokens_ = 0;

@@ -192,10 +192,6 @@ void History::start(Span<int64_t> requests, Span<int64_t> shards, Span<int32_t> 
     }
     for (size_t i = 0; i < requests.size; ++i) {
         Live& request = live_[requests.data[i]];
-        if (settings_.cap_bytes > 0 && total_bytes() > static_cast<size_t>(settings_.cap_bytes)) {
-            ++refused_;
-            continue;
-        }
         const int32_t* prompt = tokens.data + offsets.data[i];
         const size_t length = static_cast<size_t>(offsets.data[i + 1] - offsets.data[i]);
         Shard& home = shard(shards.data[i]);
@@ -213,8 +209,8 @@ void History::start(Span<int64_t> requests, Span<int64_t> shards, Span<int32_t> 
             request.elsewhere = elsewhere_.open(Kind::live, home.id, version, tail);
             elsewhere_.append(request.elsewhere, prompt + length - tail, static_cast<size_t>(tail));
         }
+        if (!make_room()) refuse(request);
     }
-    fit();
 }
 
 void History::commit(Span<int64_t> requests, Span<int32_t> tokens, Span<int64_t> offsets) {

@@ -125,6 +125,7 @@ class History {
     void evict_oldest(Shard& shard);
     void evict_elsewhere();
     bool evict_one();
+    bool make_room();
     void fit();
     size_t total_bytes() const;
 

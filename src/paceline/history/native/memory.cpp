@@ -57,15 +57,20 @@ bool History::evict_one() {
     return true;
 }
 
-// Keeps under the byte cap: the oldest responses go first, then the requests in flight lose their memory.
-void History::fit() {
-    if (settings_.cap_bytes == 0) return;
+// Keeps under the byte cap: the oldest responses go first. False where none is left and it does not suffice.
+bool History::make_room() {
+    if (settings_.cap_bytes == 0) return true;
     const size_t cap = static_cast<size_t>(settings_.cap_bytes);
-    while (total_bytes() > cap && evict_one()) {
+    while (total_bytes() > cap) {
+        if (!evict_one()) return false;
     }
-    for (auto& [id, request] : live_) {
-        if (total_bytes() <= cap) return;
-        if (request.shard != nullptr) refuse(request);
+    return true;
+}
+
+// Makes room; where that does not suffice, requests in flight lose their memory.
+void History::fit() {
+    for (auto request = live_.begin(); !make_room() && request != live_.end(); ++request) {
+        if (request->second.shard != nullptr) refuse(request->second);
     }
 }
 
