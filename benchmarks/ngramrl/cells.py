@@ -18,7 +18,7 @@ from paceline.rl.warmup import warmup
 from paceline.schema import PacelineError, RolloutRequest
 
 HERE = Path(__file__).parent
-WORKLOADS = ("function_call", "text_to_sql", "number_sorting")
+WORKLOADS = ("function_call", "text_to_sql", "n_queens")
 FAMILIES = ("qwen3", "smollm2")
 BUDGET = 16
 #: Every drafter of the table, as ``paceline replay --drafters`` names it.
@@ -37,9 +37,10 @@ DRAFTERS = (
     "seer",
     "rest",
     "arctic",
+    "arctic:per_prompt=true,tree=true,depth=64,factor=4,min_prob=0.02",
 )
 _SMOLLM2 = "smollm2-135m"
-_WARMUP_STEPS = {"text_to_sql": 40, "number_sorting": 40}
+_WARMUP_STEPS = {"text_to_sql": 40, "n_queens": 40}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def make_policy(cell: Cell) -> None:
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         return
     if cell.family == "qwen3":
-        subprocess.run([sys.executable, str(HERE / "pretrain_qwen3.py"), "--out", str(path)], check=True)
+        subprocess.run([sys.executable, str(HERE / "pretrain_qwen3.py"), cell.workload], check=True)
         return
     made = warmup(cell.config(f"policy.path={_SMOLLM2}"), steps=_WARMUP_STEPS[cell.workload], out=path)
     print(f"{made.out}: loss {made.loss_first:.3f} -> {made.loss_last:.3f} in {made.seconds:.0f} s", flush=True)

@@ -34,7 +34,8 @@ from paceline.simulate.logs import Recorded, Step, read_steps
 from paceline.simulate.overlap import TraceStatistics
 from paceline.simulate.replay import Replay
 
-DRAFTERS = tuple(name for name in cells.DRAFTERS if name not in ("arctic", "history:prefetch=16", "ngramrl_prefetch"))
+#: Without the ones that draft as others of them do, and the peer, which may not be installed.
+DRAFTERS = tuple(name for name in cells.DRAFTERS if "prefetch" not in name and not name.startswith("arctic"))
 _ROOT: tuple[int, ...] = ()
 
 

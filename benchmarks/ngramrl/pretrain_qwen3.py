@@ -1,22 +1,23 @@
-"""Makes the small Qwen3 policy of this experiment from nothing: one policy for its three workloads.
+"""Makes the small Qwen3 policy of a workload from nothing: a tokenizer, then a short supervised training.
 
-    python benchmarks/ngramrl/pretrain_qwen3.py [--out runs/ngramrl/qwen3] [--steps 1400]
+    python benchmarks/ngramrl/pretrain_qwen3.py WORKLOAD [--out DIR] [--steps N]
 
-It learns answers to prompts that no run is judged by, and stops while it still makes mistakes, so that reinforcement
-learning has something left to do.
+It stops while it still makes mistakes, so that reinforcement learning has something left to do. Held-out prompts are
+never seen.
 """
 
 import argparse
-import itertools
 import json
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paceline.config import TaskConfig, load_config
+from paceline.config import load_config
 from paceline.rl.pretrain import BOS, EOS, PAD, Pair, make_tokenizer, mean_reward, save, seeded, train
 from paceline.rl.tasks import make_task
 from paceline.rl.tasks.chinook import database
@@ -26,11 +27,10 @@ from paceline.rl.tasks.split import split_of
 from paceline.rl.tasks.text_to_sql import phrase
 
 CONFIGS = Path(__file__).parent / "configs"
-OUT = Path("runs/ngramrl/qwen3")
-WORKLOADS = ("function_call", "text_to_sql", "number_sorting")
-VOCABULARY, CONTEXT = 2048, 320
+STEPS = {"function_call": 900, "text_to_sql": 600, "n_queens": 700}
+VOCABULARY, CONTEXT = 1024, 320
 ROWS_PER_STEP = 16
-SORTING_PUZZLES = 4000
+TEXTS, PUZZLES = 4000, 2000
 
 
 def make_model() -> Qwen3ForCausalLM:
@@ -62,57 +62,55 @@ def phrase_call(call: Call, rng: random.Random) -> str:
     return json.dumps({"name": call.name, "arguments": given}, ensure_ascii=False)
 
 
-def sources(rng: random.Random) -> list[Callable[[], Pair]]:
-    """One source of (prompt, answer) a workload, none of them with a held-out prompt."""
-    rows = [row for row in load_rows() if fits(row) and split_of(row.row_id) == "train"]
-    known = [question for question in questions(database()) if split_of(question.key) == "train"]
-    settings = load_config(CONFIGS / "number_sorting-qwen3.yaml").tasks["number_sorting"]
-    # Another seed has other puzzles.
-    sorting = make_task("number_sorting", _with_prompts(settings, SORTING_PUZZLES), seed=1)
-    puzzles = [(prompt.text, sorting.answer(prompt)) for prompt in sorting.prompts("train")]
-
-    def call() -> Pair:
-        row = rng.choice(rows)
-        return prompt_text(row), phrase_call(row.call, rng)
-
-    def query() -> Pair:
-        question = rng.choice(known)
-        return question.text, phrase(question, rng)
-
-    return [call, query, lambda: rng.choice(puzzles)]
+def source(workload: str, rng: random.Random) -> Callable[[], Pair]:
+    """Draws a prompt of the workload, none that is held out, and one of its right answers."""
+    if workload == "function_call":
+        rows = [row for row in load_rows() if fits(row) and split_of(row.row_id) == "train"]
+        requests = [(prompt_text(row), row.call) for row in rows]
+        return lambda: _answered(rng.choice(requests), phrase_call, rng)
+    if workload == "text_to_sql":
+        known = [question for question in questions(database()) if split_of(question.key) == "train"]
+        asked = [(question.text, question) for question in known]
+        return lambda: _answered(rng.choice(asked), phrase, rng)
+    config = load_config(CONFIGS / f"{workload}-qwen3.yaml")
+    # The puzzles that the run trains on are the first of them.
+    settings = msgspec.structs.replace(config.tasks[workload], train_prompts=PUZZLES)
+    task = make_task(workload, settings, config.seed)
+    puzzles = [(prompt.text, task.answer(prompt)) for prompt in task.prompts("train")]
+    return lambda: rng.choice(puzzles)
 
 
-def _with_prompts(settings: TaskConfig, prompts: int) -> TaskConfig:
-    return TaskConfig(kind=settings.kind, train_prompts=prompts, eval_prompts=0, options=settings.options)
+def _answered(asked: tuple[str, Any], answer: Callable[[Any, random.Random], str], rng: random.Random) -> Pair:
+    text, about = asked
+    return text, answer(about, rng)
 
 
 def main() -> None:
     """Train, save and judge the policy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("workload", choices=STEPS)
+    parser.add_argument("--out", type=Path, help="default: policy.path of the workload's configuration")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    config = load_config(CONFIGS / f"{args.workload}-qwen3.yaml")
+    out = args.out or Path(config.policy.path)
     rng = seeded(args.seed)
-    draws = sources(rng)
-    tokenizer = make_tokenizer([text for draw in draws for _ in range(2000) for text in draw()], VOCABULARY, CONTEXT)
+    draw = source(args.workload, rng)
+    tokenizer = make_tokenizer([text for _ in range(TEXTS) for text in draw()], VOCABULARY, CONTEXT)
     model = make_model()
-    batches = ([draw() for _ in range(ROWS_PER_STEP)] for draw in itertools.cycle(draws))
     train(
         model,
         tokenizer,
-        # A batch is of one workload: their prompts differ in length, and padding costs what tokens cost.
-        lambda: next(batches),
-        args.steps,
+        lambda: [draw() for _ in range(ROWS_PER_STEP)],
+        args.steps or STEPS[args.workload],
         progress=lambda step, loss: print(f"step {step}: loss {loss:.3f}, {time.process_time():.0f} CPU-s", flush=True),
     )
-    save(model, tokenizer, args.out)
-    for name in WORKLOADS:
-        config = load_config(CONFIGS / f"{name}-qwen3.yaml")
-        task = make_task(name, config.tasks[name], config.seed)
-        reward = mean_reward(model, tokenizer, task, task.prompts("train")[:16], 8, config.sampling.max_tokens)
-        print(f"{name}: mean reward {reward:.3f} at temperature 1")
-    print(f"{model.num_parameters():,} parameters in {args.out}; {time.process_time():.0f} CPU-seconds")
+    save(model, tokenizer, out)
+    task = make_task(args.workload, config.tasks[args.workload], config.seed)
+    reward = mean_reward(model, tokenizer, task, task.prompts("train"), 8, config.sampling.max_tokens)
+    print(f"{args.workload}: mean reward {reward:.3f} at temperature 1")
+    print(f"{model.num_parameters():,} parameters in {out}; {time.process_time():.0f} CPU-seconds")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_runs_of_a_cell_are_plain_and_repeat_bit_for_bit(scripts):
 
 def test_every_drafter_of_the_table_exists(scripts):
     for name in scripts["cells"].DRAFTERS:
-        if name != "arctic":  # the peer's own package
+        if not name.startswith("arctic"):  # the peer's own package
             drafter_by_name(name)
 
 
@@ -63,7 +63,7 @@ def test_cells_are_chosen_by_name_and_an_unknown_one_is_named(scripts):
 
 
 def test_the_puzzles_of_a_run_are_judged_by_their_generator(scripts):
-    (cell,) = scripts["cells"].choose("number_sorting-qwen3")
+    (cell,) = scripts["cells"].choose("n_queens-qwen3")
     config = cell.config()
     task = make_task(cell.workload, config.tasks[cell.workload], config.seed)
     prompt = task.prompts("train")[0]
@@ -116,8 +116,7 @@ def test_the_table_divides_what_it_says_it_divides(scripts):
 def test_what_was_not_measured_says_so(scripts):
     rows = scripts["run"].table({"a": made_up(history=6.0), "b": None}).split("\n")
     assert all(row.endswith("| not measured |") for row in rows[2:])
-    (arctic,) = [row for row in rows if row.startswith("| arctic ")]
-    assert arctic == "| arctic | not measured | not measured |"
+    assert "| arctic | not measured | not measured |" in rows
 
 
 def test_the_table_of_the_limit_gives_each_drafter_its_share(scripts):
