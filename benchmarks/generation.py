@@ -3,8 +3,9 @@
 SmolLM2-135M with the function-call adapter samples answers at temperature 1. Every side has an engine of its own and
 decodes the same requests with the same seeds, in turn, round by round; a round's seeds are new, its prompts are not.
 Sides: ``plain``; ``history`` with the adaptive budget, ``cold`` (nothing said before), ``warm`` (two earlier rounds),
-and ``hostile`` (random tokens were "said" before); ``ngramrl``, the published method, whose budget is always 16.
-At batch 1 transformers' `generate` and its prompt lookup decode the same prompts, to the same lengths.
+and ``hostile`` (random tokens were "said" before); ``garbage``, a drafter of random tokens that claims to be sure;
+``ngramrl``, the published method, whose budget is always 16. At batch 1 transformers' `generate` and its prompt lookup
+decode the same prompts, to the same lengths.
 
     python benchmarks/generation.py [--batches 1,8,32] [--rounds 5] [--json FILE]
 """
@@ -25,10 +26,44 @@ from paceline.engines.hf import HFEngine
 from paceline.rl.curriculum import load_items
 from paceline.rl.policy import Policy
 from paceline.rl.tasks.registry import make_task
-from paceline.schema import Outcome, RolloutRequest, SamplingParams, as_tokens, derive_seed
+from paceline.schema import Draft, Outcome, RolloutRequest, SamplingParams, as_tokens, derive_seed
 
 CONFIG = "examples/function_call.yaml"
-SIDES = ("plain", "history cold", "history warm", "history hostile", "ngramrl warm")
+SIDES = ("plain", "history cold", "history warm", "history hostile", "garbage", "ngramrl warm")
+
+
+class Garbage:
+    """Always drafts random tokens, each claimed to be accepted nine times in ten."""
+
+    def __init__(self, vocabulary):
+        self.rng, self.vocabulary, self.version = np.random.default_rng(0), vocabulary, 0
+        self.lengths = {}
+
+    def start(self, requests):
+        self.lengths |= {request.request_id: len(request.prompt) for request in requests}
+
+    def propose(self, request_ids, budget):
+        return [
+            Draft(
+                request_id=name,
+                tokens=as_tokens(self.rng.integers(0, self.vocabulary, budget)),
+                length=self.lengths[name],
+                version=self.version,
+                probs=np.float32(0.9) ** np.arange(1, budget + 1, dtype=np.float32),
+            )
+            for name in request_ids
+        ]
+
+    def commit(self, outcomes):
+        for outcome in outcomes:
+            self.lengths[outcome.request_id] += len(outcome.tokens)
+
+    def finish(self, rollouts):
+        for rollout in rollouts:
+            del self.lengths[rollout.request_id]
+
+    def on_weights(self, version):
+        self.version = version
 
 
 class Finished:
@@ -70,6 +105,8 @@ def make_engine(model, side, batch, eos_ids, prompts):
         drafter = HistoryDrafter()
     elif side.startswith("ngramrl"):
         drafter, mode = BASELINES["ngramrl"](), "fixed"
+    elif side == "garbage":
+        drafter = Garbage(model.config.vocab_size)
     if side == "history hostile":
         teach_random(drafter, prompts, model.config.vocab_size)
     config = EngineConfig(slots=batch)
