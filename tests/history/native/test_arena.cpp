@@ -225,6 +225,50 @@ TEST(tables_keep_to_what_is_held_while_sequences_come_and_go) {
     }
 }
 
+TEST(numbers_of_blocks_serve_again_and_every_match_is_still_true) {
+    Random random(7);
+    Arena arena(kOrders, kMaxMatch, 24);
+    std::vector<std::pair<Sequence*, Tokens>> held;
+    size_t matches = 0;
+    for (int round = 0; round < 3000; ++round) {
+        if (held.size() == 6) {
+            const size_t gone = random.below(6);
+            arena.evict(held[gone].first);
+            held.erase(held.begin() + static_cast<std::ptrdiff_t>(gone));
+        }
+        held.emplace_back(arena.open(Kind::kept, 0, 0, 0), Tokens());
+        for (auto& [sequence, tokens] : held) {
+            const Tokens fresh = random.tokens(random.below(8), 3);
+            if (tokens.size() + fresh.size() > 48) continue;
+            arena.append(sequence, fresh.data(), fresh.size());
+            tokens.insert(tokens.end(), fresh.begin(), fresh.end());
+        }
+        const Tokens context = random.tokens(10, 3);
+        std::vector<Match> found;
+        arena.search(context.data(), 10, Scope(), 16, found);
+        matches += found.size();
+        for (const Match& match : found) {
+            const auto owner =
+                std::find_if(held.begin(), held.end(), [&](const auto& one) { return one.first == match.sequence; });
+            CHECK(owner != held.end());
+            const Tokens& tokens = owner->second;
+            CHECK(match.end < tokens.size() && tokens[match.end] == match.next && match.length >= 1);
+            for (int back = 1; back <= match.length; ++back) {
+                CHECK(tokens[match.end - static_cast<size_t>(back)] == context[10 - static_cast<size_t>(back)]);
+            }
+        }
+    }
+    CHECK(matches > 3000);
+    bool full = false;
+    try {
+        const Tokens endless(16 * 24, 1);
+        arena.append(arena.open(Kind::live, 0, 0, 0), endless.data(), endless.size());
+    } catch (const std::length_error&) {
+        full = true;
+    }
+    CHECK(full);
+}
+
 TEST(orders_that_make_no_sense_are_refused) {
     const std::vector<std::vector<int>> senseless = {{}, {2, 8}, {8, 4, 3, 2, 1}, {17}, {2, 0}};
     for (const std::vector<int>& orders : senseless) {

@@ -21,8 +21,8 @@ constexpr uint64_t kHashSeed = 0x2545F4914F6CDD1Dull;
 
 }  // namespace
 
-Arena::Arena(std::vector<int> orders, int max_match)
-    : orders_(std::move(orders)), max_match_(max_match), grams_(orders_.size()) {
+Arena::Arena(std::vector<int> orders, int max_match, uint32_t numbers)
+    : orders_(std::move(orders)), max_match_(max_match), numbers_(numbers), grams_(orders_.size()) {
     const bool falling = std::is_sorted(orders_.rbegin(), orders_.rend());
     if (orders_.empty() || orders_.size() > kMaxOrders || !falling || orders_.back() < 1 ||
         orders_.front() > kBlockTokens || max_match < orders_.front()) {
@@ -93,13 +93,15 @@ void Arena::append(Sequence* sequence, const int32_t* tokens, size_t count) {
 }
 
 Arena::Block* Arena::allocate(Sequence* sequence) {
-    if (next_block_ == UINT32_MAX / kBlockTokens) throw std::length_error("an arena of 2^32 tokens is full");
-    const uint32_t number = next_block_++;
+    const uint32_t number = next_number();
     if (number / kPageBlocks == pages_.size()) {
         const size_t capacity = pages_.capacity();
-        if (!pages_.empty()) drop_if_empty(pages_.back());
-        pages_.push_back(std::make_unique<Page>());
-        bytes_ += sizeof(Page) + kAllocation + (pages_.capacity() - capacity) * sizeof(void*);
+        pages_.emplace_back();
+        bytes_ += (pages_.capacity() - capacity) * sizeof(void*);
+    }
+    if (pages_[number / kPageBlocks] == nullptr) {
+        pages_[number / kPageBlocks] = std::make_unique<Page>();
+        bytes_ += sizeof(Page) + kAllocation;
     }
     Page& page = *pages_[number / kPageBlocks];
     Block* fresh = static_cast<Block*>(::operator new(block_bytes()));
@@ -112,17 +114,21 @@ Arena::Block* Arena::allocate(Sequence* sequence) {
     return fresh;
 }
 
+uint32_t Arena::next_number() {
+    for (uint32_t tried = 1; tried < numbers_; ++tried) {
+        const uint32_t number = next_block_;
+        next_block_ = number + 1 < numbers_ ? number + 1 : 1;
+        if (number / kPageBlocks >= pages_.size() || block(number) == nullptr) return number;
+    }
+    throw std::length_error("an arena holds as many blocks as there are numbers for them");
+}
+
 void Arena::release(uint32_t number) {
     std::unique_ptr<Page>& page = pages_[number / kPageBlocks];
     ::operator delete(page->blocks[number % kPageBlocks]);
     page->blocks[number % kPageBlocks] = nullptr;
     bytes_ -= block_bytes() + kAllocation;
-    --page->used;
-    if (number / kPageBlocks + 1 != pages_.size()) drop_if_empty(page);  // the newest page still takes blocks
-}
-
-void Arena::drop_if_empty(std::unique_ptr<Page>& page) {
-    if (page == nullptr || page->used > 0) return;
+    if (--page->used > 0) return;
     page.reset();
     bytes_ -= sizeof(Page) + kAllocation;
 }
@@ -189,6 +195,7 @@ void Arena::search(const int32_t* context, int context_length, const Scope& scop
             if (held == nullptr) break;
             const Sequence* sequence = held->sequence;
             const uint32_t end = held->index * kBlockTokens + place % kBlockTokens + 1;
+            if (end > sequence->length) break;  // the number of an evicted block went to this one, which is filling up
             const int length = match_length(held, end, context, context_length);
             if (length < orders_[order] || --visits < 0) break;  // another n-gram of the same fingerprint, or too many
             const uint32_t offset = place % kBlockTokens;

@@ -52,7 +52,8 @@ struct Scope {
 class Arena {
  public:
     // `orders` are the lengths of the indexed n-grams, longest first.
-    Arena(std::vector<int> orders, int max_match);
+    // `numbers` is how many numbers there are for blocks; more than are held at a time.
+    Arena(std::vector<int> orders, int max_match, uint32_t numbers = UINT32_MAX / kBlockTokens);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -107,10 +108,10 @@ class Arena {
     // Calls `visit(order, hash)` for each order of an n-gram that ends with the last of `count` tokens, shortest first.
     template <class TokenBack, class Visit>
     void each_gram(size_t count, const TokenBack& token_back, const Visit& visit) const;
+    uint32_t next_number();
     Block* allocate(Sequence* sequence);
     void forget_grams(const Sequence* sequence);
     void release(uint32_t number);
-    void drop_if_empty(std::unique_ptr<Page>& page);
     int match_length(const Block* held, uint32_t end, const int32_t* context, int context_length) const;
     size_t block_bytes() const { return sizeof(Block) + orders_.size() * kBlockTokens * sizeof(uint32_t); }
     size_t sequence_bytes(const Sequence& sequence) const;
@@ -119,7 +120,9 @@ class Arena {
     std::vector<int> orders_;
     int max_match_;
     std::vector<std::unique_ptr<Page>> pages_;
-    uint32_t next_block_ = 1;  // block 0 would hold the place that is none
+    // Numbers are given out in turn and, after the last, from 1 on again where they are free. A link to a block whose
+    // number went to another one leads to a place that is compared like any other.
+    uint32_t numbers_, next_block_ = 1;  // block 0 would hold the place that is none
     std::vector<GramTable> grams_;
     std::list<Sequence> sequences_;
     size_t bytes_ = 0, tokens_ = 0;
