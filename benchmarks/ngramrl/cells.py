@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 WORKLOADS = ("function_call", "text_to_sql", "n_queens")
 FAMILIES = ("qwen3", "smollm2")
 BUDGET = 16
+TUNED_ARCTIC = "arctic:per_prompt=true,tree=true,depth=64,factor=4,min_prob=0.02"
 #: Every drafter of the table, as ``paceline replay --drafters`` names it.
 DRAFTERS = (
     "history",
@@ -37,7 +38,7 @@ DRAFTERS = (
     "seer",
     "rest",
     "arctic",
-    "arctic:per_prompt=true,tree=true,depth=64,factor=4,min_prob=0.02",
+    TUNED_ARCTIC,
 )
 _SMOLLM2 = "smollm2-135m"
 _WARMUP_STEPS = {"text_to_sql": 40, "n_queens": 40}

@@ -13,7 +13,7 @@ import argparse
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import cells
@@ -25,7 +25,7 @@ from paceline.config import BudgetConfig, Config
 from paceline.engines.hf import HFEngine
 from paceline.engines.hf.attention import PassRow
 from paceline.engines.hf.runner import Runner
-from paceline.report.metrics import rollout_metrics
+from paceline.report.metrics import ratio, rollout_metrics
 from paceline.report.trace import write_atomically
 from paceline.rl.identity import first_difference
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, as_tokens
@@ -36,6 +36,7 @@ from paceline.simulate.replay import Replay
 
 #: Without the ones that draft as others of them do, and the peer, which may not be installed.
 DRAFTERS = tuple(name for name in cells.DRAFTERS if "prefetch" not in name and not name.startswith("arctic"))
+CANDIDATES = 16
 _ROOT: tuple[int, ...] = ()
 
 
@@ -53,7 +54,7 @@ class _Row:
         self.children: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self.tree: list[tuple[tuple[int, ...], float]] = []
 
-    def grow(self, budget: int, eos_ids: Sequence[int]) -> bool:
+    def grow(self, budget: int, eos_ids: Collection[int]) -> bool:
         """The likeliest ``budget`` nodes by what is known so far; whether nothing unknown could change them."""
         order = itertools.count()
         heap: list[tuple[float, int, tuple[int, ...]]] = []
@@ -74,6 +75,23 @@ class _Row:
         ends = {path for path, _ in self.tree if path[-1] in eos_ids}
         return all(path in self.children or path in ends for path, _ in self.tree)
 
+    def coverage(self, candidates: int, eos_ids: Collection[int]) -> tuple[float, float]:
+        """Probability that the pass ends in one of its ``candidates`` likeliest outcomes, and that it ends in any.
+
+        An outcome is the last accepted node and the token after it; a request that ends has none.
+        """
+        reach = {_ROOT: 0.0, **dict(self.tree)}
+        going_on, ends = [], sum(math.exp(logprob) for path, logprob in self.tree if path[-1] in eos_ids)
+        for path in reach:
+            for token, own in () if path and path[-1] in eos_ids else self.children[path]:
+                if (*path, token) in reach:
+                    continue
+                if token in eos_ids:
+                    ends += math.exp(reach[path] + own)
+                else:
+                    going_on.append(math.exp(reach[path] + own))
+        return sum(heapq.nlargest(candidates, going_on)), 1 - ends
+
     def parents(self) -> np.ndarray:
         """Of the tree's nodes, -1 for the last committed token."""
         place = {path: index for index, (path, _) in enumerate(self.tree)}
@@ -90,6 +108,7 @@ class LawDrafter:
         self._rows: dict[str, _Row] = {}
         self._version = 0
         self.expected: list[float] = []
+        self.foreseen: list[tuple[float, float]] = []
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         for request in requests:
@@ -105,6 +124,7 @@ class LawDrafter:
         while open_rows:
             self._look(open_rows, budget)
             open_rows = [row for row in open_rows if not row.grow(budget, self._eos_ids)]
+        self.foreseen += [row.coverage(CANDIDATES, self._eos_ids) for row in rows]
         # An accepted node is a token, and one more follows, but not an accepted end.
         self.expected += [
             1 + sum(math.exp(logprob) for path, logprob in row.tree if path[-1] not in self._eos_ids) for row in rows
@@ -139,7 +159,7 @@ class LawDrafter:
             np.concatenate(keep),
         )
         logprobs_NV = torch.log_softmax(logits_NV.double() / self._temperature, dim=-1)
-        best_NK, tokens_NK = (part.tolist() for part in logprobs_NV.topk(budget, dim=-1))
+        best_NK, tokens_NK = (part.tolist() for part in logprobs_NV.topk(budget + CANDIDATES, dim=-1))
         at = 0
         for row in rows:
             row.cached = len(row.tokens)
@@ -197,6 +217,7 @@ def measure(cell: cells.Cell, steps: int) -> dict[str, object]:
         "differ_from_plain": plain_differs,
         "law": metrics["tokens_per_forward"],
         "law_expected": float(np.mean(law.expected)),
+        "law_coverage": ratio(sum(part for part, _ in law.foreseen), sum(whole for _, whole in law.foreseen)),
         "oracle_copy": statistics.oracle(config.rl.epochs),
         "drafters": {name: replay.result().by_epoch[epoch].tokens_per_forward for name, replay in replays.items()},
     }
@@ -235,7 +256,8 @@ def main() -> None:
     print(
         f"{result['cell']}: {result['rollouts']} rollouts, {result['tokens']} tokens, "
         f"{result['differ_from_plain']} of them differ from plain decoding; the law expected "
-        f"{result['law_expected']:.2f} tokens per forward; best single copy {result['oracle_copy']:.2f}"
+        f"{result['law_expected']:.2f} tokens per forward; best single copy {result['oracle_copy']:.2f}; "
+        f"{CANDIDATES} outcomes prefetched by the law would cover {result['law_coverage']:.1%} of its passes"
     )
     print(table(result))
     if args.json:

@@ -119,7 +119,8 @@ def table(results: Mapping[str, Result | None]) -> str:
     for name in cells.DRAFTERS:
         if "prefetch" in name:  # drafts as the one without
             continue
-        rows.append([name, *(_shown(r, ".2f", lambda r, name=name: last30(r, name)) for r in results.values())])
+        label = "arctic, tuned" if name == cells.TUNED_ARCTIC else name
+        rows.append([label, *(_shown(r, ".2f", lambda r, name=name: last30(r, name)) for r in results.values())])
     for title, form, value in LINES:
         rows.append([title, *(_shown(r, form, value) for r in results.values())])
     rows.insert(1, ["---"] * len(rows[0]))

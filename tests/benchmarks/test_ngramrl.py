@@ -189,6 +189,7 @@ def test_the_law_changes_no_token_and_keeps_what_it_expects(scripts):
         plain = engine.generate(requests)
     for a, b in zip(drafted, plain, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
+    assert all(0 < foreseen <= going_on + 1e-9 <= 1 + 2e-9 for foreseen, going_on in law.foreseen)
     kept = sum(len(r.tokens) for r in drafted) / sum(r.forwards for r in drafted)
     assert kept > 1.2
     assert kept == pytest.approx(np.mean(law.expected), rel=0.05)
