@@ -86,10 +86,12 @@ def best(result: Result, *beginnings: str) -> float:
     return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
-def coverage(result: Result, drafter: str) -> float:
+def coverage(result: Result, drafter: str, last_epoch: bool = False) -> float:
     """Share of a prefetching drafter's drafts that were ready when asked for; NaN where it was not run."""
-    value = result["drafters"].get(drafter, {}).get("prefetch_coverage")
-    return math.nan if value is None else value
+    found = result["drafters"].get(drafter)
+    if found and last_epoch:
+        found = found["by_epoch"][max(found["by_epoch"], key=int)]
+    return math.nan if not found or found["prefetch_coverage"] is None else found["prefetch_coverage"]
 
 
 #: The lines below the drafters': what they are called, and how they follow from a cell's result.
@@ -102,8 +104,10 @@ LINES: tuple[tuple[str, str, Callable[[Result], float]], ...] = (
     ("best single copy (oracle), last 30 %", ".2f", lambda r: r["oracle_tokens_per_forward_last30"]),
     ("overlap with the previous epoch", ".1%", lambda r: r["overlap_previous_epoch"]),
     ("mean run, tokens", ".1f", lambda r: r["mean_run"]),
-    ("history: prefetched of 16 candidates", ".1%", lambda r: coverage(r, "history:prefetch=16")),
-    ("ngramrl: prefetched of 16 candidates", ".1%", lambda r: coverage(r, "ngramrl_prefetch")),
+    ("history: coverage at 16 candidates", ".1%", lambda r: coverage(r, "history:prefetch=16")),
+    ("history: the same, last epoch", ".1%", lambda r: coverage(r, "history:prefetch=16", last_epoch=True)),
+    ("ngramrl: coverage at 16 candidates", ".1%", lambda r: coverage(r, "ngramrl_prefetch")),
+    ("ngramrl: the same, last epoch", ".1%", lambda r: coverage(r, "ngramrl_prefetch", last_epoch=True)),
     ("mean response, tokens", ".0f", lambda r: r["response_tokens_mean"]),
     ("reward, first epoch", ".2f", lambda r: r["reward_first_epoch"]),
     ("reward, last epoch", ".2f", lambda r: r["reward_last_epoch"]),

@@ -84,7 +84,10 @@ def made_up(**last30):
         name: {"tokens_per_forward_last30": value, "tokens_per_forward_first_epoch": 1.5, "prefetch_coverage": None}
         for name, value in last30.items()
     }
-    drafters["history:prefetch=16"] = drafters["history"] | {"prefetch_coverage": 0.97}
+    drafters["history:prefetch=16"] = drafters["history"] | {
+        "prefetch_coverage": 0.97,
+        "by_epoch": {str(epoch): {"prefetch_coverage": epoch / 100} for epoch in range(12)},
+    }
     return {
         "drafters": drafters,
         "overlap_previous_epoch": 0.8125,
@@ -109,7 +112,9 @@ def test_the_table_divides_what_it_says_it_divides(scripts):
     assert lines["history / best prompt lookup"] == "4.00"
     assert lines["overlap with the previous epoch"] == "81.2 %"
     assert lines["mean run, tokens"] == "9.0"
-    assert lines["history: prefetched of 16 candidates"] == "97.0 %"
+    assert lines["history: coverage at 16 candidates"] == "97.0 %"
+    assert lines["history: the same, last epoch"] == "11.0 %"
+    assert lines["ngramrl: coverage at 16 candidates"] == "not measured"
     assert (lines["reward, first epoch"], lines["reward, last epoch"]) == ("0.25", "0.50")
 
 
