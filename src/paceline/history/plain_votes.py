@@ -128,9 +128,9 @@ class Votes:
         weight = self._weights.get(features)
         if weight is None:
             factors = self._factors
-            weight = factors[features.length] * factors[_AGE_AT + features.age]
-            weight = weight * factors[_TIER_AT + features.tier] * factors[_OFFSET_AT + features.offset]
-            self._weights[features] = weight
+            standing = factors[_AGE_AT + features.age] * factors[_TIER_AT + features.tier]
+            standing *= factors[_OFFSET_AT + features.offset]
+            weight = self._weights[features] = factors[features.length] * standing
         return weight
 
     @property

@@ -62,13 +62,19 @@ class Grower {
         Node& node = tree_.nodes[at];
         node.expanded = true;
         node.first_vote = static_cast<uint32_t>(tree_.votes.size());
+        node.last_vote = node.first_vote + static_cast<uint32_t>(candidates.size());
+        tree_.votes.resize(node.last_vote);
+        Vote* vote = tree_.votes.data() + node.first_vote;
+        double total = votes_.none();
+        scratch_.children.clear();
         for (const Candidate& candidate : candidates) {
-            tree_.votes.emplace_back();
-            tree_.votes.back().token = candidate.match.next;
-            tree_.votes.back().features = candidate.features;
+            vote->token = candidate.match.next;
+            vote->features = candidate.features;
+            ++vote;
+            const double weight = votes_.weight(candidate.features.length, candidate.standing);
+            total += weight;
+            cast(scratch_.children, candidate.match.next, candidate.features, weight);
         }
-        node.last_vote = static_cast<uint32_t>(tree_.votes.size());
-        const double total = tally(votes_, tree_.votes.data() + node.first_vote, candidates.size(), scratch_.children);
         for (const Support& child : scratch_.children) {
             const double prob = node.prob * votes_.calibrated(child.weight / total, child);
             if (prob < limits_.floor) continue;
@@ -131,6 +137,7 @@ class Grower {
             candidate.features.age = static_cast<uint8_t>(age_bucket(evidence_.version - match.sequence->version));
             candidate.features.tier = tier;
             candidate.features.offset = static_cast<uint8_t>(offset);
+            candidate.standing = votes_.standing(candidate.features);
         }
     }
 

@@ -60,6 +60,7 @@ struct GrowthLimits {
 struct Candidate {
     Match match;
     Features features;
+    double standing;  // see Votes
 };
 
 // Memory that growing needs, kept between calls.

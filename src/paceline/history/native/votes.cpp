@@ -76,28 +76,13 @@ double Votes::calibrated(double share, const Support& support) const {
     return (hits_[cell] + kPriorTrials * share) / (trials_[cell] + kPriorTrials);
 }
 
-double tally(const Votes& votes, const Vote* cast, size_t count, std::vector<Support>& children) {
+double tally(const Votes& votes, const Vote* cast_votes, size_t count, std::vector<Support>& children) {
     children.clear();
     double total = votes.none();
     for (size_t i = 0; i < count; ++i) {
-        const double weight = votes.weight(cast[i].features);
+        const double weight = votes.weight(cast_votes[i].features);
         total += weight;
-        Support* child = nullptr;
-        for (Support& other : children) {
-            if (other.token == cast[i].token) child = &other;
-        }
-        if (child == nullptr) {
-            children.emplace_back();
-            child = &children.back();
-            child->token = cast[i].token;
-        }
-        child->weight += weight;
-        ++child->count;
-        child->longest = std::max(child->longest, cast[i].features.length);
-        if (weight > child->best_weight) {
-            child->best_weight = weight;
-            child->best = cast[i].features;
-        }
+        cast(children, cast_votes[i].token, cast_votes[i].features, weight);
     }
     return total;
 }

@@ -68,10 +68,12 @@ class Votes {
  public:
     Votes();
 
-    double weight(const Features& f) const {
-        return factors_[kLengthAt + f.length] * factors_[kAgeAt + f.age] * factors_[kTierAt + f.tier] *
-               factors_[kOffsetAt + f.offset];
+    // The part of a weight that does not change as a match grows.
+    double standing(const Features& f) const {
+        return factors_[kAgeAt + f.age] * factors_[kTierAt + f.tier] * factors_[kOffsetAt + f.offset];
     }
+    double weight(int length, double standing) const { return factors_[kLengthAt + length] * standing; }
+    double weight(const Features& f) const { return weight(f.length, standing(f)); }
     double none() const { return factors_[kNoneAt]; }
     double calibrated(double share, const Support& support) const;
 
@@ -93,7 +95,26 @@ class Votes {
     double commits_ = 0;
 };
 
+// Counts one vote for its token's child; children stand in the order of their first vote.
+inline void cast(std::vector<Support>& children, int32_t token, const Features& features, double weight) {
+    Support* child = children.data();
+    Support* const end = child + children.size();
+    while (child != end && child->token != token) ++child;
+    if (child == end) {
+        children.emplace_back();
+        child = &children.back();
+        child->token = token;
+    }
+    child->weight += weight;
+    ++child->count;
+    if (features.length > child->longest) child->longest = features.length;
+    if (weight > child->best_weight) {
+        child->best_weight = weight;
+        child->best = features;
+    }
+}
+
 // Groups votes by token in the order of their first appearance; returns the sum of all weights and `none`.
-double tally(const Votes& votes, const Vote* cast, size_t count, std::vector<Support>& children);
+double tally(const Votes& votes, const Vote* cast_votes, size_t count, std::vector<Support>& children);
 
 }  // namespace paceline
