@@ -230,10 +230,11 @@ class PlainHistory:
         return True
 
     def _fit(self) -> None:
-        """Make room; where that does not suffice, requests in flight lose their memory."""
-        for number in tuple(self._live):
-            if self._make_room():
-                return
+        """Keep under both caps; where forgetting what is finished does not suffice for that on bytes, requests in
+        flight lose their memory."""
+        self._store.trim_copies()
+        live = iter(tuple(self._live))
+        while not self._make_room() and (number := next(live, None)) is not None:
             self._refuse(number)
 
     def _refuse(self, number: int) -> None:

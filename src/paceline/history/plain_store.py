@@ -75,9 +75,10 @@ class Store:
         self.tokens += len(tokens)
         if response.copy is not None:
             self.elsewhere.append(response.copy, tokens)
+            self._copied_tokens += len(tokens)
 
     def finish(self, response: Response, kept: bool) -> None:
-        """A response is complete: it counts against the window, and its copy against all tokens of copies."""
+        """A response is complete and counts against the window."""
         own, copy = response.own, response.copy
         home = self._shards[own.shard]
         home.live -= 1
@@ -91,9 +92,6 @@ class Store:
             return
         copy.kind, copy.rank = own.kind, own.rank
         self._copies.append(copy)
-        self._copied_tokens += len(copy.tokens)
-        while self._copied_tokens > self._elsewhere_tokens:
-            self._evict_oldest_copy()
 
     def forget(self, response: Response) -> None:
         """A response that is not finished is evicted."""
@@ -102,7 +100,12 @@ class Store:
         home.live -= 1
         self._evict(home, own)
         if copy is not None:
-            self.elsewhere.evict(copy)
+            self._evict_copy(copy)
+
+    def trim_copies(self) -> None:
+        """The oldest copies go while all of them, those of responses in flight too, are more tokens than may be."""
+        while self._copied_tokens > self._elsewhere_tokens and self._copies:
+            self._evict_oldest_copy()
 
     def evict_one(self) -> bool:
         """Forget the oldest finished response, or its copy where it still has one; False where none is left."""
@@ -141,6 +144,7 @@ class Store:
             tail = min(start, _ELSEWHERE_ANCHOR)
             copy = Sequence("live", shard, version, tail)
             self.elsewhere.append(copy, tokens[start - tail :])
+            self._copied_tokens += len(copy.tokens)
         return Response(own, copy)
 
     def _evict_oldest(self, home: _Shard) -> None:
@@ -156,6 +160,8 @@ class Store:
             del self._shards[sequence.shard]
 
     def _evict_oldest_copy(self) -> None:
-        oldest = self._copies.popleft()
-        self._copied_tokens -= len(oldest.tokens)
-        self.elsewhere.evict(oldest)
+        self._evict_copy(self._copies.popleft())
+
+    def _evict_copy(self, copy: Sequence) -> None:
+        self._copied_tokens -= len(copy.tokens)
+        self.elsewhere.evict(copy)

@@ -135,7 +135,6 @@ class History {
     std::unordered_map<int64_t, std::unique_ptr<Shard>> shards_;
     Arena elsewhere_;
     std::deque<Finished> elsewhere_finished_;
-    size_t elsewhere_held_ = 0;          // tokens of finished responses there
     std::map<uint64_t, int64_t> order_;  // the shard of every finished response by its rank
     std::unordered_map<int64_t, Live> live_;
     int64_t version_ = 0;

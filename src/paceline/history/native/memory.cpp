@@ -20,8 +20,6 @@ void History::remember(Shard& home, Sequence* own, Sequence* elsewhere) {
     if (elsewhere == nullptr) return;
     elsewhere->rank = own->rank;
     elsewhere_finished_.push_back({elsewhere, own->rank});
-    elsewhere_held_ += elsewhere->length;
-    while (elsewhere_held_ > static_cast<size_t>(settings_.elsewhere_tokens)) evict_elsewhere();
 }
 
 void History::evict_oldest(Shard& home) {
@@ -33,9 +31,7 @@ void History::evict_oldest(Shard& home) {
 }
 
 void History::evict_elsewhere() {
-    Sequence* oldest = elsewhere_finished_.front().sequence;
-    elsewhere_held_ -= oldest->length;
-    elsewhere_.evict(oldest);
+    elsewhere_.evict(elsewhere_finished_.front().sequence);
     elsewhere_finished_.pop_front();
 }
 
@@ -67,8 +63,12 @@ bool History::make_room() {
     return true;
 }
 
-// Makes room; where that does not suffice, requests in flight lose their memory.
+// Keeps under both caps; where forgetting what is finished does not suffice for that on bytes, requests in flight lose
+// their memory. Called whenever something was written, so that no call has much to forget.
 void History::fit() {
+    while (elsewhere_.tokens() > static_cast<size_t>(settings_.elsewhere_tokens) && !elsewhere_finished_.empty()) {
+        evict_elsewhere();
+    }
     for (auto request = live_.begin(); !make_room() && request != live_.end(); ++request) {
         if (request->second.shard != nullptr) refuse(request->second);
     }
