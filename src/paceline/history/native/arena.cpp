@@ -2,6 +2,7 @@
 #include "arena.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
@@ -18,6 +19,13 @@ inline uint64_t mix(uint64_t hash, int32_t token) {
     return hash ^ (hash >> 29);
 }
 constexpr uint64_t kHashSeed = 0x2545F4914F6CDD1Dull;
+
+inline bool equal_pairs(const int32_t* a, const int32_t* b) {
+    uint64_t left, right;
+    std::memcpy(&left, a, sizeof(left));
+    std::memcpy(&right, b, sizeof(right));
+    return left == right;
+}
 
 }  // namespace
 
@@ -162,17 +170,21 @@ void Arena::copy(const Sequence* sequence, uint32_t first, uint32_t last, int32_
 int Arena::match_length(const Block* held, uint32_t end, const int32_t* context, int context_length) const {
     const int most = std::min({static_cast<int>(std::min<uint32_t>(end, 1u << 30)), context_length, max_match_});
     const int32_t* wanted = context + context_length;
-    int length = 0;
-    int run = static_cast<int>((end - 1) % kBlockTokens) + 1;  // tokens of the block that lie before `end`
-    while (true) {
-        const int32_t* held_end = held->tokens + run;
-        const int stop = std::min(most, length + run);
-        const int32_t* wanted_end = wanted - length;
-        const int first = length;
-        while (length < stop && held_end[first - length - 1] == wanted_end[first - length - 1]) ++length;
-        if (length < stop || length == most) return length;
+    const int32_t* found = held->tokens + (end - 1) % kBlockTokens + 1;
+    for (int length = 0;;) {
+        int left = std::min(most - length, static_cast<int>(found - held->tokens));
+        length += left;
+        for (; left >= 2 && equal_pairs(found - 2, wanted - 2); left -= 2) {
+            found -= 2;
+            wanted -= 2;
+        }
+        if (left >= 1 && found[-1] == wanted[-1]) {
+            --left;
+            --wanted;
+        }
+        if (left > 0 || length == most) return length - left;
         held = block(held->sequence->blocks[held->index - 1]);
-        run = kBlockTokens;
+        found = held->tokens + kBlockTokens;
     }
 }
 

@@ -65,13 +65,10 @@ class Arena {
     int32_t token(const Sequence* sequence, uint32_t index) const {
         return block(sequence->blocks[index / kBlockTokens])->tokens[index % kBlockTokens];
     }
-    // Moves a match on by the token that followed it; false where nothing follows any more.
-    bool advance(Match& match) const {
-        if (++match.end == match.sequence->length) return false;
-        const uint32_t offset = match.end % kBlockTokens;
-        match.at = offset != 0 ? match.at + 1 : block(match.sequence->blocks[match.end / kBlockTokens])->tokens;
-        match.next = *match.at;
-        return true;
+    // Where the token after the one at `at`, which has the index `index`, is stored; nullptr at the end.
+    const int32_t* following(const Sequence* sequence, uint32_t index, const int32_t* at) const {
+        if (++index == sequence->length) return nullptr;
+        return index % kBlockTokens != 0 ? at + 1 : block(sequence->blocks[index / kBlockTokens])->tokens;
     }
     void copy(const Sequence* sequence, uint32_t first, uint32_t last, int32_t* out) const;
 

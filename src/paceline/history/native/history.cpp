@@ -80,12 +80,12 @@ Evidence History::evidence(const Live& live) const {
     return evidence;
 }
 
-std::vector<int32_t> History::context(const Live& live) const {
+// The end of what a request has said, as far as matches reach.
+void History::context(const Live& live, std::vector<int32_t>& tokens) const {
     const uint32_t length = live.own->length;
     const uint32_t reach = std::min<uint32_t>(length, kMaxLength);
-    std::vector<int32_t> tokens(reach);
+    tokens.resize(reach);
     live.shard->arena.copy(live.own, length - reach, length, tokens.data());
-    return tokens;
 }
 
 Drafts History::propose(Span<int64_t> requests, int budget) {
@@ -97,7 +97,9 @@ Drafts History::propose(Span<int64_t> requests, int budget) {
         Live& request = *batch[index];
         if (request.shard == nullptr || request.ready) return;
         const int64_t position = static_cast<int64_t>(request.own->length) - request.own->start;
-        grow(evidence(request), votes_, context(request), position, limits, scratch_[thread], request.tree);
+        Scratch& scratch = scratch_[thread];
+        context(request, scratch.said);
+        grow(evidence(request), votes_, scratch.said, position, limits, scratch, request.tree);
     });
     Drafts drafts;
     drafts.offsets.push_back(0);
@@ -164,7 +166,8 @@ void History::prepare(Live& request, const std::vector<int>& verified, int outco
     });
     if (candidates.size() > static_cast<size_t>(outcomes)) candidates.resize(outcomes);
     const GrowthLimits limits{budget, settings_.floor, settings_.matches};
-    const std::vector<int32_t> said = context(request);
+    std::vector<int32_t> said;
+    context(request, said);
     const int64_t position = static_cast<int64_t>(request.own->length) - request.own->start;
     request.prepared.resize(candidates.size());
     for (size_t i = 0; i < candidates.size(); ++i) {

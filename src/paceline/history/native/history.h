@@ -116,7 +116,7 @@ class History {
     static void open_prompt(Shard& home, const int32_t* tokens, size_t length);
     std::vector<Live*> all_live(Span<int64_t> requests);
     Evidence evidence(const Live& live) const;
-    std::vector<int32_t> context(const Live& live) const;
+    void context(const Live& live, std::vector<int32_t>& tokens) const;
     void prepare(Live& live, const std::vector<int>& verified, int outcomes, int budget, Scratch& scratch);
     void study(const Live& live, const int32_t* tokens, size_t count, Lesson& lesson) const;
     void write(const std::vector<Live*>& batch, Span<int32_t> tokens, Span<int64_t> offsets);

@@ -54,27 +54,20 @@ class Grower {
 
     void expand(int at) {
         std::vector<Candidate>& candidates = scratch_.candidates[at];
-        if (at > 0) carry(at, candidates);
+        const uint32_t first = static_cast<uint32_t>(tree_.votes.size());
+        double total = begin();
+        if (at > 0) total = carry(at, candidates);
         if (candidates.size() < kFewMatches) {
             candidates.clear();
+            tree_.votes.resize(first);
             look_up(at, candidates);
+            total = begin();
+            for (const Candidate& candidate : candidates) total += count(candidate);
         }
         Node& node = tree_.nodes[at];
         node.expanded = true;
-        node.first_vote = static_cast<uint32_t>(tree_.votes.size());
-        node.last_vote = node.first_vote + static_cast<uint32_t>(candidates.size());
-        tree_.votes.resize(node.last_vote);
-        Vote* vote = tree_.votes.data() + node.first_vote;
-        double total = votes_.none();
-        scratch_.children.clear();
-        for (const Candidate& candidate : candidates) {
-            vote->token = candidate.match.next;
-            vote->features = candidate.features;
-            ++vote;
-            const double weight = votes_.weight(candidate.features.length, candidate.standing);
-            total += weight;
-            cast(scratch_.children, candidate.match.next, candidate.features, weight);
-        }
+        node.first_vote = first;
+        node.last_vote = static_cast<uint32_t>(tree_.votes.size());
         for (const Support& child : scratch_.children) {
             const double prob = node.prob * votes_.calibrated(child.weight / total, child);
             if (prob < limits_.floor) continue;
@@ -83,20 +76,39 @@ class Grower {
         }
     }
 
-    // The parent's matches that went on with this node's token, one token further.
-    void carry(int at, std::vector<Candidate>& candidates) {
-        const Node& node = tree_.nodes[at];
-        for (const Candidate& before : scratch_.candidates[node.parent]) {
-            if (before.match.next != node.token) continue;
-            candidates.push_back(before);
+    // No vote has been cast yet; the weight of "none of them".
+    double begin() {
+        scratch_.children.clear();
+        return votes_.none();
+    }
+
+    // Casts a candidate's vote and returns its weight.
+    double count(const Candidate& candidate) {
+        const int32_t token = *candidate.at;
+        tree_.votes.push_back({token, candidate.features});
+        const double weight = votes_.weight(candidate.features.length, candidate.standing);
+        cast(scratch_.children, token, candidate.features, weight);
+        return weight;
+    }
+
+    // The parent's matches that went on with this node's token, one token further, and the weight of their votes.
+    double carry(int at, std::vector<Candidate>& candidates) {
+        const int32_t token = tree_.nodes[at].token;
+        const std::vector<Candidate>& before = scratch_.candidates[tree_.nodes[at].parent];
+        candidates.reserve(before.size());
+        double total = votes_.none();
+        for (const Candidate& candidate : before) {
+            if (*candidate.at != token) continue;
+            const int32_t* following = arena_of(candidate).following(candidate.sequence, candidate.end, candidate.at);
+            if (following == nullptr) continue;
+            candidates.push_back(candidate);
             Candidate& moved = candidates.back();
-            if (!arena_of(moved).advance(moved.match)) {
-                candidates.pop_back();
-                continue;
-            }
-            moved.match.length = std::min(moved.match.length + 1, kMaxLength);
-            moved.features.length = static_cast<uint8_t>(moved.match.length);
+            moved.at = following;
+            ++moved.end;
+            if (moved.features.length < kMaxLength) ++moved.features.length;
+            total += count(moved);
         }
+        return total;
     }
 
     const Arena& arena_of(const Candidate& candidate) const {
@@ -132,7 +144,9 @@ class Grower {
             const int offset = tier == kOwn ? kOffsets - 1 : offset_bucket(there - here);
             candidates.emplace_back();
             Candidate& candidate = candidates.back();
-            candidate.match = match;
+            candidate.at = match.at;
+            candidate.sequence = match.sequence;
+            candidate.end = match.end;
             candidate.features.length = static_cast<uint8_t>(match.length);
             candidate.features.age = static_cast<uint8_t>(age_bucket(evidence_.version - match.sequence->version));
             candidate.features.tier = tier;

@@ -57,15 +57,19 @@ struct GrowthLimits {
     int matches = 32;      // the most that vote, own and elsewhere each
 };
 
+// A match on its way down a path.
 struct Candidate {
-    Match match;
-    Features features;
+    const int32_t* at;  // where the token that followed is stored
+    const Sequence* sequence;
     double standing;  // see Votes
+    uint32_t end;     // index of that token in the sequence
+    Features features;
 };
 
 // Memory that growing needs, kept between calls.
 struct Scratch {
     std::vector<std::vector<Candidate>> candidates;  // by node
+    std::vector<int32_t> said;                       // for callers: the context of a request
     std::vector<Match> matches;
     std::vector<Support> children;
     std::vector<int32_t> context;

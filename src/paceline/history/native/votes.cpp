@@ -28,9 +28,13 @@ constexpr double kOffsetLogs[kOffsets] = {0.7, 1.0, 0.7, -0.4, -1.0, -1.6, -2.0,
 constexpr double kNoneLog = 1.2;
 
 int bit_length(uint64_t value) {
+#if defined(__GNUC__)
+    return value == 0 ? 0 : 64 - __builtin_clzll(value);
+#else
     int bits = 0;
     for (; value > 0; value >>= 1) ++bits;
     return bits;
+#endif
 }
 
 }  // namespace
