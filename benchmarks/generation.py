@@ -207,10 +207,8 @@ def main():
     tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
     prompts = [item.tokens for item in load_items(tasks, "train", policy.encode_prompt)]
     results = []
-    print(
-        "| batch | side | tokens/s | against plain | processor time | rounds | tokens/forward | drafted | drafting | differing |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = "batch,side,tokens/s,against plain,processor time,rounds,tokens/forward,drafted,drafting,differing"
+    print("| " + columns.replace(",", " | ") + " |\n" + "|---" * (columns.count(",") + 1) + "|")
     for batch in (int(b) for b in args.batches.split(",")):
         for row in measure(policy, prompts, batch, args.rounds):
             results.append(row)
