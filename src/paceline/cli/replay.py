@@ -43,7 +43,9 @@ def replay(
     ] = None,
     warm: Annotated[
         Path | None,
-        typer.Option(metavar="SNAPSHOT", help="Start from this history instead of none.", show_default=False),
+        typer.Option(
+            metavar="SNAPSHOT", help="Start from this history (a snapshot, or a run's folder).", show_default=False
+        ),
     ] = None,
     json_path: JsonPath = None,
     plot: Annotated[
@@ -61,6 +63,7 @@ def replay(
 
         from rich.console import Console
 
+        from paceline.rl.layout import history_file
         from paceline.schema import PacelineError
         from paceline.simulate.drafters import split_names
         from paceline.simulate.plot import write_plot
@@ -84,7 +87,7 @@ def replay(
             offer=(offer or _OFFER * budget) if pool else None,
             cost=cost,
             tokenizer=tokenizer,
-            warm=warm,
+            warm=None if warm is None else history_file(warm),
             warn=lambda line: print(f"warning: {line}", file=sys.stderr),
             on_trace=show,
         )
