@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import Config, load_config
+import msgspec
+
+from paceline.config import BudgetConfig, Config, load_config
+from paceline.drafters import Drafter
+from paceline.engines.hf import HFEngine
 from paceline.report.trace import read_metrics
 from paceline.rl import folder
 from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
@@ -41,7 +45,11 @@ DRAFTERS = (
     TUNED_ARCTIC,
 )
 _SMOLLM2 = "smollm2-135m"
-_WARMUP_STEPS = {"text_to_sql": 40, "n_queens": 40}
+#: Steps of a warm-up, and what it changes in the cell's configuration: it learns on boards with more to fill.
+_WARMUPS = {
+    "text_to_sql": (24, ()),
+    "n_queens": (40, ("tasks.n_queens.options.min_remove=2", "tasks.n_queens.options.max_remove=5")),
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,8 @@ def make_policy(cell: Cell) -> None:
     if cell.family == "qwen3":
         subprocess.run([sys.executable, str(HERE / "pretrain_qwen3.py"), cell.workload], check=True)
         return
-    made = warmup(cell.config(f"policy.path={_SMOLLM2}"), steps=_WARMUP_STEPS[cell.workload], out=path)
+    steps, changed = _WARMUPS[cell.workload]
+    made = warmup(cell.config(f"policy.path={_SMOLLM2}", *changed), steps=steps, out=path)
     print(f"{made.out}: loss {made.loss_first:.3f} -> {made.loss_last:.3f} in {made.seconds:.0f} s", flush=True)
 
 
@@ -116,6 +125,21 @@ def trained_policy(cell: Cell) -> Policy:
     """The policy as the recorded run left it."""
     config = cell.config()
     return Policy.load(cell.config(f"policy.path={Path(config.out) / folder.POLICY}").policy, config.seed)
+
+
+def verifying_engine(cell: Cell, policy: Policy, drafter: Drafter) -> HFEngine:
+    """An engine with a copy of the policy that verifies every offered node, in batches as the recorded run had."""
+    config = cell.config()
+    return HFEngine(
+        policy.engine_model(),
+        drafter=drafter,
+        budget=BUDGET,
+        budget_config=BudgetConfig(mode="fixed"),
+        # No pass is so large that drafts are cut to fit.
+        config=msgspec.structs.replace(config.engine, max_batched_tokens=1 << 16),
+        seed=config.seed,
+        eos_ids=policy.eos_ids,
+    )
 
 
 def next_steps(cell: Cell, policy: Policy) -> Iterator[tuple[list[Item], list[RolloutRequest]]]:

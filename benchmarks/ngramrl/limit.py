@@ -21,8 +21,6 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.config import BudgetConfig, Config
-from paceline.engines.hf import HFEngine
 from paceline.engines.hf.attention import PassRow
 from paceline.engines.hf.runner import Runner
 from paceline.report.metrics import ratio, rollout_metrics
@@ -183,7 +181,7 @@ def measure(cell: cells.Cell, steps: int) -> dict[str, object]:
     config, run = cell.config(), cells.record(cell)
     policy = cells.trained_policy(cell)
     law = LawDrafter(policy.engine_model(), config.sampling.temperature, policy.eos_ids)
-    engine = _engine(config, policy, law)
+    engine = cells.verifying_engine(cell, policy, law)
     replays = {name: Replay(drafter_by_name(name), cells.BUDGET, config.engine.slots) for name in DRAFTERS}
     statistics = TraceStatistics(cells.BUDGET, config.engine.slots)
 
@@ -221,19 +219,6 @@ def measure(cell: cells.Cell, steps: int) -> dict[str, object]:
         "oracle_copy": statistics.oracle(config.rl.epochs),
         "drafters": {name: replay.result().by_epoch[epoch].tokens_per_forward for name, replay in replays.items()},
     }
-
-
-def _engine(config: Config, policy: object, drafter: object) -> HFEngine:
-    """The reference engine that verifies every drafted node."""
-    return HFEngine(
-        policy.engine_model(),
-        drafter=drafter,
-        budget=cells.BUDGET,
-        budget_config=BudgetConfig(mode="fixed"),
-        config=config.engine,
-        seed=config.seed,
-        eos_ids=policy.eos_ids,
-    )
 
 
 def table(result: dict) -> str:

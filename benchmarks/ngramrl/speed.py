@@ -4,7 +4,7 @@ Two history drafters replay the recorded run; then the trained policy decodes th
 once with drafts made when they are asked for and once with drafts prepared while the policy verifies, in turn. The
 policy stands still, so that both decode the same requests from the same history.
 
-    python benchmarks/ngramrl/speed.py [--cell text_to_sql-qwen3] [--steps 6] [--json FILE]
+    python benchmarks/ngramrl/speed.py [--cell text_to_sql-qwen3] [--steps 6] [--requests N] [--json FILE]
 """
 
 import argparse
@@ -16,9 +16,8 @@ import cells
 import msgspec
 import torch
 
-from paceline.config import BudgetConfig, DrafterConfig, HistoryConfig
+from paceline.config import DrafterConfig, HistoryConfig
 from paceline.drafters import make_drafter
-from paceline.engines.hf import HFEngine
 from paceline.report.metrics import budget_metrics
 from paceline.report.trace import write_atomically
 from paceline.rl.identity import first_difference
@@ -38,15 +37,7 @@ class Side:
         replay = Replay(drafter, cells.BUDGET, config.engine.slots)
         for step in read_steps(run, None, print):
             replay.play(step, step.requests())
-        self.engine = HFEngine(
-            policy.engine_model(),
-            drafter=drafter,
-            budget=cells.BUDGET,
-            budget_config=BudgetConfig(mode="fixed"),
-            config=config.engine,
-            seed=config.seed,
-            eos_ids=policy.eos_ids,
-        )
+        self.engine = cells.verifying_engine(cell, policy, drafter)
         self.before = EngineStats()
         self.seconds = 0.0
 
@@ -74,8 +65,8 @@ class Side:
         }
 
 
-def measure(cell: cells.Cell, steps: int) -> dict[str, dict[str, float]]:
-    """Both ways over ``steps`` steps, one more to warm up."""
+def measure(cell: cells.Cell, steps: int, most: int | None) -> dict[str, dict[str, float]]:
+    """Both ways over ``steps`` steps, one more to warm up; ``most`` requests of each (None: all)."""
     run = cells.record(cell)
     policy = cells.trained_policy(cell)
     sides = {"synchronous": Side(cell, run, policy, 0), "prefetch": Side(cell, run, policy, CANDIDATES)}
@@ -86,7 +77,7 @@ def measure(cell: cells.Cell, steps: int) -> dict[str, dict[str, float]]:
                 side.restart()
         # Whoever goes first in one step goes second in the next.
         order = list(sides) if number % 2 else list(sides)[::-1]
-        rollouts = {name: sides[name].generate(requests) for name in order}
+        rollouts = {name: sides[name].generate(requests[:most]) for name in order}
         differing += sum(first_difference(a, b) is not None for a, b in zip(*rollouts.values(), strict=True))
     return {name: side.result() | {"rollouts_that_differ": differing} for name, side in sides.items()}
 
@@ -95,11 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cell", default="text_to_sql-qwen3")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--requests", type=int, help="most requests of a step, its first ones")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     (cell,) = cells.choose(args.cell)
     torch.set_num_threads(cell.config().threads or torch.get_num_threads())
-    result = measure(cell, args.steps)
+    result = measure(cell, args.steps, args.requests)
     print(
         "| drafts are made | tokens per forward | tokens/s | waiting for drafts, of generation | ready when asked for |"
     )
