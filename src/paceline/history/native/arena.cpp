@@ -20,6 +20,12 @@ inline uint64_t mix(uint64_t hash, int32_t token) {
 }
 constexpr uint64_t kHashSeed = 0x2545F4914F6CDD1Dull;
 
+inline void fetch([[maybe_unused]] const void* memory) {
+#if defined(__GNUC__)
+    __builtin_prefetch(memory);
+#endif
+}
+
 inline bool equal_pairs(const int32_t* a, const int32_t* b) {
     uint64_t left, right;
     std::memcpy(&left, a, sizeof(left));
@@ -202,20 +208,28 @@ void Arena::search(const int32_t* context, int context_length, const Scope& scop
     for (int order = 0; order < count; ++order) {
         if (orders_[order] > context_length) continue;
         int visits = 4 * most;
-        for (uint32_t place = grams_[order].find(hashes[order]); place != kNoPlace;) {
-            const Block* held = block(place / kBlockTokens);
-            if (held == nullptr) break;
-            const Sequence* sequence = held->sequence;
-            const uint32_t end = held->index * kBlockTokens + place % kBlockTokens + 1;
-            if (end > sequence->length) break;  // the number of an evicted block went to this one, which is filling up
-            const int length = match_length(held, end, context, context_length);
-            if (length < orders_[order] || --visits < 0) break;  // another n-gram of the same fingerprint, or too many
+        uint32_t place = grams_[order].find(hashes[order]);
+        const Block* held = place != kNoPlace ? block(place / kBlockTokens) : nullptr;
+        while (held != nullptr) {
+            const Block* here = held;
+            const Sequence* sequence = here->sequence;
             const uint32_t offset = place % kBlockTokens;
-            place = held->links(order)[offset];
+            const uint32_t end = here->index * kBlockTokens + offset + 1;
+            if (end > sequence->length) break;  // the number of an evicted block went to this one, which is filling up
+            // The next place is fetched while this one is compared.
+            place = here->links(order)[offset];
+            held = place != kNoPlace ? block(place / kBlockTokens) : nullptr;
+            if (held != nullptr) {
+                fetch(held);
+                fetch(held->tokens + kBlockTokens - 1);
+                fetch(held->links(order) + place % kBlockTokens);
+            }
+            const int length = match_length(here, end, context, context_length);
+            if (length < orders_[order] || --visits < 0) break;  // another n-gram of the same fingerprint, or too many
             const bool hidden = sequence->kind == Kind::dead || sequence->shard == scope.excluded_shard ||
                                 (sequence->kind == Kind::live && !scope.siblings && sequence != scope.self);
             if (hidden || end == sequence->length || length >= longer) continue;
-            const Block* following = offset + 1 < kBlockTokens ? held : block(sequence->blocks[held->index + 1]);
+            const Block* following = offset + 1 < kBlockTokens ? here : block(sequence->blocks[here->index + 1]);
             const int32_t* at = following->tokens + end % kBlockTokens;
             // Written in place: a copy of what was just written field by field stalls the processor.
             out.emplace_back();
