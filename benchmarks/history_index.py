@@ -1,16 +1,17 @@
 """The native history against arctic-inference's suffix trees: microseconds a draft and a token, bytes a token.
 
-Both get the same recorded rollouts in one process, one thread, one request a call, history cold at the start. Then the
-native history alone: drafts in a context of 128k tokens, and 1e8 tokens under a byte cap. Without arctic-inference
-installed, its rows are left out and said to be.
+Both get the same recorded rollouts in one process, history cold at the start, whole steps in flight, each through its
+own interface: the history takes a batch a call, the peer one request. `single` calls the history one at a time too.
+Then the native history alone: drafts in a context of 128k tokens, and 1e8 tokens under a byte cap. Without
+arctic-inference installed, its rows are left out and said to be.
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from paceline.history.native import why_not
 
 TRACES = Path(__file__).parent / "traces"
 BUDGET = 16
+Draft = tuple[Any, Any]
+"""Tokens and parents of a draft."""
+
 PEERS: dict[str, dict[str, Any]] = {
     "arctic, defaults (depth 24)": {"depth": 24, "max_spec_factor": 1.0, "min_token_prob": 0.1},
     "arctic, depth 64, factor 4, tree": {"depth": 64, "max_spec_factor": 4.0, "use_tree_spec": True},
@@ -32,23 +36,29 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Native:
-    """One request a call, as the peer's interface is."""
+    """A batch a call, or with ``single`` one request a call, as the peer's interface is."""
 
-    def __init__(self) -> None:
-        self.history = make_history(Settings(threads=0))
+    def __init__(self, single: bool = False, threads: int = 0) -> None:
+        self.history = make_history(Settings(threads=threads))
+        self.single = single
 
     def start(self, number: int, prompt_id: int, prompt: np.ndarray) -> None:
         self.history.start_batch(np.array([number]), np.array([prompt_id]), prompt, np.array([0, len(prompt)]))
 
-    def draft(self, number: int, context: np.ndarray) -> tuple[list[int], list[int]]:  # noqa: ARG002
-        tokens, parents, *_ = self.history.propose_batch(np.array([number]), BUDGET)
-        return tokens.tolist(), parents.tolist()
+    def draft(self, numbers: list[int], contexts: list[np.ndarray]) -> list[Draft]:  # noqa: ARG002
+        batches = [[number] for number in numbers] if self.single else [numbers]
+        drafts = []
+        for batch in batches:
+            tokens, parents, _, _, offsets, _ = self.history.propose_batch(np.array(batch), BUDGET)
+            drafts += [(tokens[a:b], parents[a:b]) for a, b in itertools.pairwise(offsets.tolist())]
+        return drafts
 
-    def commit(self, number: int, tokens: np.ndarray) -> None:
-        self.history.commit_batch(np.array([number]), tokens, np.array([0, len(tokens)]))
+    def commit(self, numbers: list[int], fresh: list[np.ndarray]) -> None:
+        offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in fresh])])
+        self.history.commit_batch(np.array(numbers), np.concatenate(fresh), offsets)
 
-    def finish(self, number: int) -> None:
-        self.history.finish_batch(np.array([number]), np.ones(1, np.uint8))
+    def finish(self, numbers: list[int]) -> None:
+        self.history.finish_batch(np.array(numbers, np.int64), np.ones(len(numbers), np.uint8))
 
     def bytes_per_token(self) -> float:
         return self.history.nbytes / self.history.tokens
@@ -66,24 +76,30 @@ class Arctic:
     def start(self, number: int, prompt_id: int, prompt: np.ndarray) -> None:  # noqa: ARG002
         self.cache.start_request(number, prompt)
 
-    def draft(self, number: int, context: np.ndarray) -> tuple[list[int], list[int]]:
-        found = self.cache.speculate(number, context[-self.depth :], max_spec_tokens=BUDGET, **self.options)
-        return found.token_ids, found.parents
+    def draft(self, numbers: list[int], contexts: list[np.ndarray]) -> list[Draft]:
+        found = [
+            self.cache.speculate(number, context[-self.depth :], max_spec_tokens=BUDGET, **self.options)
+            for number, context in zip(numbers, contexts, strict=True)
+        ]
+        return [(draft.token_ids, draft.parents) for draft in found]
 
-    def commit(self, number: int, tokens: np.ndarray) -> None:
-        self.cache.add_active_response(number, tokens)
-        self.held += len(tokens)
+    def commit(self, numbers: list[int], fresh: list[np.ndarray]) -> None:
+        for number, tokens in zip(numbers, fresh, strict=True):
+            self.cache.add_active_response(number, tokens)
+            self.held += len(tokens)
 
-    def finish(self, number: int) -> None:
-        self.cache.stop_request(number)
+    def finish(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.cache.stop_request(number)
 
     def bytes_per_token(self) -> float:
         return self.cache._global_tree.estimate_memory() / self.held
 
 
-def accepted(draft: tuple[list[int], list[int]], recorded: list[int]) -> int:
+def accepted(draft: Draft, recorded: list[int]) -> int:
     """How many drafted tokens a policy that says ``recorded`` would keep."""
-    children = {key: node for node, key in enumerate(zip(draft[1], draft[0], strict=True))}
+    tokens, parents = (np.asarray(part).tolist() for part in draft)
+    children = {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
     at, kept = -1, 0
     while kept < len(recorded) and (at, recorded[kept]) in children:
         at = children[at, recorded[kept]]
@@ -92,37 +108,38 @@ def accepted(draft: tuple[list[int], list[int]], recorded: list[int]) -> int:
 
 
 def replay(index: Any, name: str) -> dict[str, float]:
-    """Every step's rollouts in lockstep; microseconds of every draft, seconds of all insertions."""
+    """Every step's rollouts in lockstep: microseconds a draft, pass by pass, and microseconds an inserted token."""
     prompts = {row["prompt_id"]: np.array(row["tokens"], np.int32) for row in read(TRACES / f"{name}.prompts.jsonl")}
     draft_us, insert_seconds, tokens, forwards, number = [], 0.0, 0, 0, 0
     clock = time.perf_counter
-    for _, step in groupby(read(TRACES / f"{name}.jsonl"), key=lambda row: row["step"]):
-        live = {}
+    for _, step in itertools.groupby(read(TRACES / f"{name}.jsonl"), key=lambda row: row["step"]):
+        texts, at = {}, {}
         for row in step:
             prompt = prompts[row["prompt_id"]]
-            live[number] = (np.concatenate([prompt, np.array(row["tokens"], np.int32)]), len(prompt))
+            texts[number], at[number] = np.concatenate([prompt, np.array(row["tokens"], np.int32)]), len(prompt)
             began = clock()
             index.start(number, row["prompt_id"], prompt)
             insert_seconds += clock() - began
             number += 1
+        live = list(texts)
         while live:
-            for request, (text, at) in list(live.items()):
-                context = text[:at]
-                began = clock()
-                draft = index.draft(request, context)
-                draft_us.append((clock() - began) * 1e6)
-                count = min(accepted(draft, text[at:-1].tolist()) + 1, len(text) - at)
-                fresh = np.ascontiguousarray(text[at : at + count])
-                began = clock()
-                index.commit(request, fresh)
-                insert_seconds += clock() - began
-                tokens, forwards = tokens + count, forwards + 1
-                live[request] = (text, at + count)
-                if at + count == len(text):
-                    began = clock()
-                    index.finish(request)
-                    insert_seconds += clock() - began
-                    del live[request]
+            contexts = [texts[request][: at[request]] for request in live]
+            began = clock()
+            drafts = index.draft(live, contexts)
+            draft_us.append((clock() - began) / len(live) * 1e6)
+            fresh = []
+            for request, draft in zip(live, drafts, strict=True):
+                text, here = texts[request], at[request]
+                count = min(accepted(draft, text[here:-1].tolist()) + 1, len(text) - here)
+                fresh.append(np.ascontiguousarray(text[here : here + count]))
+                at[request] += count
+            done = [request for request in live if at[request] == len(texts[request])]
+            began = clock()
+            index.commit(live, fresh)
+            index.finish(done)
+            insert_seconds += clock() - began
+            tokens, forwards = tokens + sum(map(len, fresh)), forwards + len(live)
+            live = [request for request in live if at[request] < len(texts[request])]
     return {
         "draft_us_p50": float(np.median(draft_us)),
         "draft_us_p99": float(np.percentile(draft_us, 99)),
@@ -142,9 +159,9 @@ def long_context(index: Any, length: int = 131_072, drafts: int = 2_000) -> dict
     for at in range(0, 4 * drafts, 4):
         context = text[: length + at]
         began = time.perf_counter()
-        index.draft(0, context)
+        index.draft([0], [context])
         micros.append((time.perf_counter() - began) * 1e6)
-        index.commit(0, np.ascontiguousarray(rest[at : at + 4]))
+        index.commit([0], [np.ascontiguousarray(rest[at : at + 4])])
     return {"draft_us_p50": float(np.median(micros)), "draft_us_p99": float(np.percentile(micros, 99))}
 
 
@@ -197,7 +214,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if why_not():
         raise SystemExit(f"error: {why_not()}")
-    makers: dict[str, Callable[[], Any]] = {"paceline": Native}
+    makers: dict[str, Callable[[], Any]] = {"paceline": Native, "paceline, single": lambda: Native(single=True)}
     try:
         import_module("arctic_inference.suffix_decoding")
         makers |= {name: lambda options=options: Arctic(**options) for name, options in PEERS.items()}
