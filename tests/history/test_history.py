@@ -448,3 +448,30 @@ print(type(drafter.history).__name__, drafter.propose(["b"], 2)[0].tokens.tolist
     environment = os.environ | {"PACELINE_NATIVE": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "PlainHistory [1, 2]\n"
+
+
+def test_the_work_of_a_draft_does_not_grow_with_the_context():  # field J9
+    def lines_run(length):
+        rng = Random(3)
+        phrases = [[rng.randrange(200) for _ in range(40)] for _ in range(30)]
+        text = [token for _ in range(length // 40) for token in rng.choice(phrases)]
+        history = make("plain")
+        history.start([0], [HERE], [text])
+        history.commit([0], [text[-60:]])
+        count = 0
+
+        def trace(frame, event, argument):
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            draft = history.draft(0)
+        finally:
+            sys.settrace(before)
+        assert len(draft.tokens) == 16
+        return count
+
+    assert lines_run(128_000) < 1.2 * lines_run(16_000)

@@ -307,6 +307,16 @@ def test_the_budget_decides_no_token_and_says_what_it_did(policy, tmp_path):
     assert all(not r.verified_share > 1 and not r.prefetch_coverage > 0 for r in records)
 
 
+def test_a_step_without_a_verified_draft_is_a_named_event(policy, tmp_path):  # field G8
+    messages = []
+    options = ("drafter.kind=prompt_lookup", "drafter.prompt_lookup.min_match=12", "drafter.prompt_lookup.max_match=12")
+    records = train(tiny_config(policy, tmp_path / "run", "rl.steps=2", *options), on_event=messages.append)
+    assert [r.events.get("nothing_drafted") for r in records] == [1, 1]
+    assert any("nothing_drafted: step 1" in m for m in messages if isinstance(m, str))
+    drafted = train(tiny_config(policy, tmp_path / "drafted", "rl.steps=2", "sampling.temperature=0.01"))
+    assert "nothing_drafted" not in drafted[-1].events
+
+
 def test_a_checkpoint_without_the_budgets_record_costs_time_only(policy, tmp_path, monkeypatch):
     options = ("budget.mode=adaptive", "policy.dtype=float64", "drafter.kind=prompt_lookup")
     train(tiny_config(policy, tmp_path / "run", "rl.steps=2", *options))

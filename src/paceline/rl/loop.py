@@ -38,7 +38,7 @@ from paceline.rl.policy import Policy
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
 from paceline.rl.timing import Clock, stop_after_step
-from paceline.schema import PacelineError, Rollout, SamplingParams, StepRecord
+from paceline.schema import EngineStats, PacelineError, Rollout, SamplingParams, StepRecord
 
 OnEvent = Callable[[Event], None]
 
@@ -148,6 +148,7 @@ class Run:
         rollouts = self.engine.generate(requests)
         clock.lap("generation")
         decisions = budget_metrics(before, self.engine.stats(), clock.seconds["generation"])
+        self._tell_nothing_drafted(step, before)
 
         of_rollout = [item for item in items for _ in range(group_size)]
         judged, errors = self._judge(of_rollout, rollouts)
@@ -271,6 +272,15 @@ class Run:
                 "law_shaped",
                 f"sampling.{', sampling.'.join(shaped)} shape the rollouts; the update takes the gradient of the law "
                 "at temperature alone, see mismatch_kl",
+            )
+
+    def _tell_nothing_drafted(self, step: int, before: EngineStats) -> None:
+        """Say so where a drafter is configured and a whole step verified none of its drafts."""
+        now = self.engine.stats()
+        if self.drafter is not None and now.tokens_drafted == before.tokens_drafted:
+            asked, offered = now.drafts_asked - before.drafts_asked, now.nodes_offered - before.nodes_offered
+            self._warn(
+                "nothing_drafted", f"step {step}: {asked} drafts were asked for, {offered} nodes offered, none verified"
             )
 
     def _tell_identity(self, step: int, identity: Identity) -> None:

@@ -219,6 +219,18 @@ def test_a_request_that_opted_out_is_never_drafted_for():
     assert all("g0/1" not in asked for asked, _ in drafter.calls)
 
 
+def test_a_request_at_the_end_of_its_context_does_not_stop_the_others():  # field I4
+    long = RolloutRequest(request_id="long", prompt=as_tokens(range(1, 39)), params=SamplingParams(max_tokens=20))
+    reqs = [long, *requests(1, 3, max_tokens=20)]
+    plain = engine(context=40).generate(reqs)
+    assert len(plain[0].tokens) == 2
+    drafter = ScriptedDrafter(oracle(plain, 5))
+    rollouts = engine(drafter, BudgetConfig(mode="fixed"), context=40).generate(reqs)
+    assert tokens(rollouts) == tokens(plain)
+    assert all(rollout.accepted > 10 for rollout in rollouts[1:])
+    assert rollouts[0].finish_reason == "length"
+
+
 def test_samples_of_a_request_that_opted_out_opt_out_too():
     (request,) = requests(1, 1, speculate=False)
     request.params = SamplingParams(n=3, max_tokens=8)
