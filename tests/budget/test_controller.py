@@ -83,6 +83,14 @@ def test_a_hostile_drafter_costs_next_to_nothing(cost, rows, claim):  # field G1
     assert bench.plain / bench.seconds > 0.98
 
 
+@pytest.mark.parametrize("claim", [None, 0.9])
+def test_probes_stay_rare_where_noise_hides_what_they_cost(claim):
+    bench = Bench(lambda rows, tokens: 0.05 + 0.005 * tokens, rows=1, claim=claim, noise=0.2)
+    bench.run(100)
+    later = bench.run(600)
+    assert later["drafted"] < 0.12
+
+
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_the_mean_draft_length_goes_to_nothing_at_seven_percent_acceptance(rows):  # field J5
     bench = Bench(COSTS["mixed"], rows=rows, accept=0.07)

@@ -18,8 +18,8 @@ Kind = Literal["draft", "probe", "plain"]
 #: After so many drafted passes of a bucket one is decoded plainly, so that the comparison stays fresh; fewer at first.
 _PLAIN_EVERY = 128
 _FIRST_PLAIN_EVERY = 8
-#: After a probe that lost, its bucket stays plain until the loss is a small share of the time; so many passes at most.
-_LONGEST_WAIT = 64
+#: After a probe that lost, its bucket stays plain until the loss is a small share of the time, for passes within these.
+_LEAST_WAIT, _LONGEST_WAIT = 16, 64
 #: What drafting brought is averaged over about 1 / (1 - _FADE) passes and judged from _JUDGED on.
 _FADE = 0.97
 _JUDGED = 4.0
@@ -181,10 +181,12 @@ class BudgetController:
         if not drafted:
             lost = plan.propose_seconds / plain
         ledger.book(lost)
-        if plan.kind == "probe" and (lost > 0 or not drafted):
-            lost = max(lost, 0.0)
+        if plan.kind == "probe" and (emitted == plan.rows or lost > 0):
+            # One cheap pass may look free; what such passes cost on average is what counts then.
+            usually = self.table.seconds(plan.rows, plan.rows + drafted) / plain - emitted / plan.rows
+            lost = max(lost, usually, 0.0)
             ledger.credit -= lost
-            ledger.wait = 1 + min(int(lost / max(self.config.probe_share, 1e-6)), _LONGEST_WAIT)
+            ledger.wait = min(max(int(lost / max(self.config.probe_share, 1e-6)), _LEAST_WAIT), _LONGEST_WAIT)
 
     def refit(self) -> None:
         """The policy moved: what was learned about acceptance counts half, and every bucket may be probed at once."""
