@@ -86,7 +86,7 @@ class EngineConfig(_Section):
     """
 
     slots: int = 32
-    max_batched_tokens: int = 1024
+    max_batched_tokens: int = 2048
     kv_tokens: int = 0
     context: int = 0
     share_prompts: bool = True

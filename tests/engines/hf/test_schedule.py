@@ -231,6 +231,15 @@ def test_a_request_at_the_end_of_its_context_does_not_stop_the_others():  # fiel
     assert rollouts[0].finish_reason == "length"
 
 
+def test_a_budget_that_the_pass_has_no_room_for_is_a_named_event():
+    reqs = requests(1, 4, max_tokens=20)
+    plain = engine().generate(reqs)
+    for room, cut in ((4 * 17, False), (4 * 17 - 1, True)):
+        eng = engine(ScriptedDrafter(oracle(plain, 16)), BudgetConfig(mode="fixed"), slots=4, max_batched_tokens=room)
+        assert tokens(eng.generate(reqs)) == tokens(plain)
+        assert ("draft_budget_cut" in eng.stats().events) == cut
+
+
 def test_samples_of_a_request_that_opted_out_opt_out_too():
     (request,) = requests(1, 1, speculate=False)
     request.params = SamplingParams(n=3, max_tokens=8)

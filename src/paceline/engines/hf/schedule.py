@@ -118,6 +118,8 @@ class Scheduler:
         shares = {share.row.request_id: share for share in drafting}
         # What is verified for sure must fit for every row; what is still to be chosen may be uneven.
         budget = min(self.budget, left if self.controller.prunes else left // plan.rows)
+        if budget < self.budget:
+            self._stats.count("draft_budget_cut")  # by engine.max_batched_tokens
         drafts: dict[str, Draft] = {}
         if budget > 0:
             self._stats.drafts_asked += len(shares)
