@@ -1,7 +1,8 @@
 """The native history against arctic-inference's suffix trees: microseconds a draft and a token, bytes a token.
 
 Both get the same recorded rollouts in one process, history cold at the start, whole steps in flight, each through its
-own interface: the history takes a batch a call, the peer one request. `single` calls the history one at a time too.
+own interface: the history takes a batch a call, the peer one request. `single` calls the history one at a time too;
+`two threads` gives the batch a second one.
 Then the native history alone: drafts in a context of 128k tokens, and 1e8 tokens under a byte cap. Without
 arctic-inference installed, its rows are left out and said to be.
 """
@@ -214,7 +215,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if why_not():
         raise SystemExit(f"error: {why_not()}")
-    makers: dict[str, Callable[[], Any]] = {"paceline": Native, "paceline, single": lambda: Native(single=True)}
+    makers: dict[str, Callable[[], Any]] = {
+        "paceline": Native,
+        "paceline, two threads": lambda: Native(threads=1),
+        "paceline, single": lambda: Native(single=True),
+    }
     try:
         import_module("arctic_inference.suffix_decoding")
         makers |= {name: lambda options=options: Arctic(**options) for name, options in PEERS.items()}
