@@ -317,6 +317,15 @@ def test_a_step_without_a_verified_draft_is_a_named_event(policy, tmp_path):  # 
     assert "nothing_drafted" not in drafted[-1].events
 
 
+def test_a_history_in_python_drafts_the_same_and_says_so(policy, tmp_path, monkeypatch):
+    native = train(tiny_config(policy, tmp_path / "native", "rl.steps=3", "policy.dtype=float64"))
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    python = train(tiny_config(policy, tmp_path / "python", "rl.steps=3", "policy.dtype=float64"))
+    assert [r.tokens_per_forward for r in python] == [r.tokens_per_forward for r in native]
+    assert python[0].events["history_in_python"] == 1
+    assert "history_in_python" not in native[0].events
+
+
 def test_a_checkpoint_without_the_budgets_record_costs_time_only(policy, tmp_path, monkeypatch):
     options = ("budget.mode=adaptive", "policy.dtype=float64", "drafter.kind=prompt_lookup")
     train(tiny_config(policy, tmp_path / "run", "rl.steps=2", *options))

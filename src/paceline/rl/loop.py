@@ -14,6 +14,7 @@ from paceline.budget.steptime import plain_generation_seconds
 from paceline.config import Config
 from paceline.drafters import HistoryDrafter, make_drafter
 from paceline.engines.hf import HFEngine
+from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot, read_snapshot
 from paceline.report.html import write_report
 from paceline.report.live import Event, Plan
@@ -116,6 +117,8 @@ class Run:
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
         self._tell_shaped_law()
+        if isinstance(self.drafter, HistoryDrafter) and why_not():
+            self._warn("history_in_python", f"{why_not()}; drafts are the same, and take longer")
         if self._next_step == 0:
             write_prompts(self.out / folder.PROMPTS, [self._prompt_row(item) for item in self.curriculum.items])
             if self._eval_items and self.config.rl.eval_every:

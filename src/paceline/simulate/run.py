@@ -7,7 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from paceline.drafters import HistoryDrafter
 from paceline.drafters.base import Drafter
+from paceline.history.native import why_not
 from paceline.history.snapshot import Snapshot, read_snapshot
 from paceline.schema import PacelineError
 from paceline.simulate.cost import load_cost
@@ -46,6 +48,8 @@ def replay_traces(
     names = list(dict.fromkeys(drafters))
     # Built here, so that a bad name ends the call before the first trace, not after it.
     probes = {name: drafter_by_name(name) for name in names}
+    if why_not() and any(isinstance(probe, HistoryDrafter) for probe in probes.values()):
+        warn(f"{why_not()}; history drafts are the same, and take longer")
     if warm is not None and not any(hasattr(probe, "restore") for probe in probes.values()):
         raise PacelineError(f"--warm: none of {', '.join(names)} takes a snapshot; leave it out")
     snapshot = None if warm is None else read_snapshot(warm)
