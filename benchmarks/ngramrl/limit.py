@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.engines.hf.attention import PassRow
-from paceline.engines.hf.runner import Runner
+from paceline.forward.attention import PassRow
+from paceline.forward.runner import Runner
 from paceline.report.metrics import ratio, rollout_metrics
 from paceline.report.trace import write_atomically
 from paceline.rl.identity import first_difference

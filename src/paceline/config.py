@@ -83,6 +83,9 @@ class EngineConfig(_Section):
     """The reference engine. ``kv_tokens`` caps rows x length of the KV cache (0: no cap).
 
     Where requests outnumber the slots, ``scouts`` of each group start before the others (0: in the order of arrival).
+    ``acceptance`` says how drafts that were drawn from a distribution are verified: ``coupled`` keeps every token
+    independent of the drafter, ``rejection`` and ``block`` keep the law only. ``invariant`` gives equal logits, bit for
+    bit, whatever the shape of the pass (float32 on the CPU).
     """
 
     slots: int = 32
@@ -92,6 +95,8 @@ class EngineConfig(_Section):
     share_prompts: bool = True
     scouts: int = 2
     refit_kv: Literal["recompute", "keep"] = "recompute"
+    acceptance: Literal["coupled", "rejection", "block"] = "coupled"
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         _require(self.slots >= 1, "slots", self.slots, ">= 1")
@@ -303,6 +308,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "engine.kv_tokens",
     "engine.share_prompts",
     "engine.scouts",
+    "engine.invariant",
     "drafter",
     "budget",
     "check",

@@ -121,6 +121,10 @@ class Draft(msgspec.Struct, kw_only=True, eq=False):
     the root. ``sources[i]`` indexes ``SOURCES``. ``probs[i]`` is the calibrated probability that node i is reached and
     accepted; it never grows along a path. ``prefetched`` says that the draft was ready before it was asked for. A draft
     is void once the length or the policy version has moved.
+
+    Under rejection or block acceptance a drafter that draws its tokens says from what: ``laws`` is a torch tensor
+    (L, V) of logits, exactly those that were sampled (processors applied, dtype kept), and ``law_of[i]`` is the row
+    that node i was drawn from, or -1 for a point mass. Siblings of one row were drawn in order, without replacement.
     """
 
     request_id: str
@@ -131,6 +135,8 @@ class Draft(msgspec.Struct, kw_only=True, eq=False):
     sources: npt.NDArray[np.uint8] | None = None
     probs: npt.NDArray[np.float32] | None = None
     prefetched: bool = False
+    laws: Any = None
+    law_of: Tokens | None = None
 
 
 class Outcome(msgspec.Struct, kw_only=True, eq=False):

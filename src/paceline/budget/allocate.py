@@ -189,6 +189,7 @@ def pruned(draft: Draft, keep: Indices) -> Draft:
         parents=parents,
         sources=None if draft.sources is None else draft.sources[keep],
         probs=None if draft.probs is None else draft.probs[keep],
+        law_of=None if draft.law_of is None else draft.law_of[keep],
     )
 
 

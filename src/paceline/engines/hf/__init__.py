@@ -2,6 +2,6 @@
 
 from paceline.engines.hf.engine import HFEngine
 from paceline.engines.hf.intake import RequestError
-from paceline.engines.hf.runner import UnsupportedModelError, WeightsError
+from paceline.forward.runner import UnsupportedModelError, WeightsError
 
 __all__ = ["HFEngine", "RequestError", "UnsupportedModelError", "WeightsError"]

@@ -15,12 +15,12 @@ from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters.base import Drafter
-from paceline.engines.hf.attention import PassRow
 from paceline.engines.hf.intake import Limits, default_eos_ids, expand
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
-from paceline.engines.hf.runner import Runner
 from paceline.engines.hf.schedule import Scheduler, Share
+from paceline.forward.attention import PassRow
+from paceline.forward.runner import Runner
 from paceline.sampling.accept import Verdict, VerifyRow, accept
 from paceline.sampling.stops import Decode, cut
 from paceline.schema import EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens

@@ -4,8 +4,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from paceline.config import EngineConfig
-from paceline.engines.hf.kv import KVSlots, Snapshot
 from paceline.engines.hf.row import Row
+from paceline.forward.kv import KVSlots, Snapshot
 from paceline.schema import EngineStats, RolloutRequest
 
 _KV_STEP = 64

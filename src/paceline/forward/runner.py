@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from paceline.engines.hf.attention import NAME, PassPlan, PassRow
-from paceline.engines.hf.kv import KVSlots
+from paceline.forward.attention import NAME, PassPlan, PassRow
+from paceline.forward.kv import KVSlots
 from paceline.schema import PacelineError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from paceline.engines.hf.kv import KVSlots
+from paceline.forward.kv import KVSlots
 from paceline.sampling.accept import depths
 
 NAME = "paceline_slots"
