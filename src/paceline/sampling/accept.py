@@ -1,42 +1,40 @@
-"""Acceptance by sample-match: a drafted token is kept while it equals the policy's own keyed sample.
+"""Acceptance: which drafted tokens a verifying pass keeps, and what it emits.
 
-At every position of a draft the policy's sample is taken with the noise of that position (``sampling.keyed``), so the
-samples do not know what was drafted. The walk starts at the last committed token and follows the child that equals the
-sample; where no child does, the sample itself is emitted and the walk ends. What is emitted is therefore what plain
-decoding would have emitted on the same logits, for any drafter, chain or tree. Needs no residual distribution.
+By sample-match a drafted token is kept while it equals the policy's own keyed sample. At every position of a draft the
+policy's sample is taken with the noise of that position (``sampling.keyed``), so the samples do not know what was
+drafted. The walk starts at the last committed token and follows the child that equals the sample; where no child does,
+the sample itself is emitted and the walk ends. What is emitted is therefore what plain decoding would have emitted on
+the same logits, for any drafter, chain or tree. Needs no residual distribution.
+
+Under ``rejection`` and ``block`` the children that were drawn from a law are decided first (``sampling.choose``); the
+sample is then taken from what remains of the policy's law, with the same noise, and point masses follow it as before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.sampling.choose import Choice, choose
+from paceline.sampling.choose import DraftLawError as DraftLawError
 from paceline.sampling.keyed import block_logsumexp, greedy_sample, keyed_sample
-from paceline.sampling.noise import signed64
+from paceline.sampling.noise import draft_position, signed64
 from paceline.sampling.processors import Prefix, Spec, process
+from paceline.sampling.rows import Layout
+from paceline.sampling.rows import VerifyRow as VerifyRow
+from paceline.sampling.rows import chain_parents as chain_parents
+from paceline.sampling.rows import depths as depths
+from paceline.sampling.rows import limit_depth as limit_depth
 from paceline.schema import PacelineError, Tokens
+
+Acceptance = Literal["coupled", "rejection", "block"]
 
 
 class LogitsError(PacelineError):
     """The policy produced logits that no distribution has; nothing of the pass is emitted."""
-
-
-@dataclass(frozen=True)
-class VerifyRow:
-    """One request in a verifying pass: its parameters and prefix, and the draft below its last committed token.
-
-    ``tokens[i]`` and ``parents[i]`` describe drafted node i; parents are indices of earlier nodes, or -1 for the root.
-    """
-
-    request_id: str
-    spec: Spec
-    seed: int
-    prompt: Tokens
-    response: Tokens
-    tokens: Tokens
-    parents: Tokens
 
 
 @dataclass(frozen=True)
@@ -53,93 +51,50 @@ class Verdict:
     margins: npt.NDArray[np.float64]
 
 
-class _Layout:
-    """The rows' nodes laid end to end: per row its root, then its drafted nodes, in order."""
-
-    def __init__(self, rows: Sequence[VerifyRow]) -> None:
-        sizes = np.array([1 + len(row.tokens) for row in rows])
-        self.starts = np.concatenate([[0], np.cumsum(sizes)])
-        self.row_N = np.repeat(np.arange(len(rows)), sizes)
-        total = int(self.starts[-1])
-        self.token_N = np.full(total, -1, dtype=np.int64)
-        self.parent_N = np.arange(total)
-        self.depth_N = np.zeros(total, dtype=np.int64)
-        for row, start in zip(rows, self.starts, strict=False):
-            count = len(row.tokens)
-            if not count:
-                continue
-            nodes = slice(start + 1, start + 1 + count)
-            self.token_N[nodes] = row.tokens
-            self.parent_N[nodes] = start + 1 + row.parents
-            self.depth_N[nodes] = depths(row.parents)
-
-    def path(self, node: int) -> list[int]:
-        """The drafted nodes from below the root down to ``node``."""
-        nodes: list[int] = []
-        while self.parent_N[node] != node:
-            nodes.append(node)
-            node = int(self.parent_N[node])
-        return nodes[::-1]
-
-
-def chain_parents(count: int) -> Tokens:
-    """The parents of a chain of ``count`` drafted tokens: -1, 0, 1, ..."""
-    return np.arange(-1, count - 1, dtype=np.int32)
-
-
-def depths(parents: Tokens) -> npt.NDArray[np.int64]:
-    """The depth of each drafted node, 1 for the root's children. ValueError unless parents come before children."""
-    count = len(parents)
-    index = np.arange(count)
-    if (parents >= index).any() or (parents < -1).any():
-        raise ValueError("the parents of a draft must come before their children, with -1 for the root")
-    if (parents == index - 1).all():
-        return index + 1
-    depth = np.zeros(count + 1, dtype=np.int64)
-    for node, parent in enumerate(parents):
-        depth[node + 1] = depth[parent + 1] + 1
-    return depth[1:]
-
-
-def limit_depth(parents: Tokens, deepest: int) -> tuple[npt.NDArray[np.int64], Tokens]:
-    """The nodes of a draft no deeper than ``deepest`` and their parents, renumbered among themselves."""
-    kept = np.flatnonzero(depths(parents) <= deepest)
-    renumbered = np.full(len(parents) + 1, -1, dtype=np.int32)
-    renumbered[kept] = np.arange(len(kept))
-    return kept, renumbered[parents[kept]]
-
-
 @torch.inference_mode()
-def accept(logits_NV: torch.Tensor, rows: Sequence[VerifyRow], run_seed: int) -> list[Verdict]:
+def accept(
+    logits_NV: torch.Tensor, rows: Sequence[VerifyRow], run_seed: int, acceptance: Acceptance = "coupled"
+) -> list[Verdict]:
     """Decide a verifying pass: one ``Verdict`` per row.
 
     ``logits_NV`` holds, row after row, the raw logits at the root (the last committed token) and at each drafted node.
-    Raises LogitsError, naming request and response position, where an emitted position has NaN or infinite logits or
-    no token left to sample; positions that are not emitted do not matter.
+    Under ``coupled`` acceptance laws of drafts are not looked at. Raises LogitsError, naming request and response
+    position, where an emitted position has NaN or infinite logits or no token left to sample (positions that are not
+    emitted do not matter), and DraftLawError where a law excludes the token that was drawn from it or is not one.
     """
-    layout = _Layout(rows)
+    layout = Layout(rows)
     total = len(layout.row_N)
     if logits_NV.shape[0] != total:
         raise ValueError(f"{logits_NV.shape[0]} rows of logits for {total} positions to verify")
     device = logits_NV.device
     of_N = [rows[index] for index in layout.row_N.tolist()]
-    position_N = np.array([len(row.response) for row in of_N]) + layout.depth_N
-    seed_N = np.array([signed64(row.seed) for row in of_N], dtype=np.int64)
+    emitted_N = np.array([len(row.response) for row in of_N])
+    seed_N = torch.from_numpy(np.array([signed64(row.seed) for row in of_N], dtype=np.int64)).to(device)
+    specs_N = [row.spec for row in of_N]
 
     def prefix(n: int) -> Prefix:
         row = of_N[n]
         drafted = layout.token_N[layout.path(n)].astype(np.int32)
         return row.prompt, np.concatenate([row.response, drafted])
 
-    sample_N, margin_N, processed_N, raw_N, sound_N = _sample(
-        logits_NV,
-        [row.spec for row in of_N],
-        prefix,
+    processed_NV = process(logits_NV, specs_N, prefix)
+    blocks_NG = block_logsumexp(processed_NV)
+    choice = None
+    if acceptance != "coupled" and any(row.is_soft for row in rows):
+        key_N = torch.from_numpy(draft_position(emitted_N, layout.node_N)).to(device)
+        choice = choose(processed_NV, rows, layout, acceptance == "block", run_seed, seed_N, key_N)
+    sample_N, margin_N = _sample(
+        processed_NV,
+        blocks_NG,
+        specs_N,
+        choice,
+        torch.from_numpy(layout.token_N).to(device),
         run_seed,
-        torch.from_numpy(seed_N).to(device),
-        torch.from_numpy(position_N).to(device),
+        seed_N,
+        torch.from_numpy(emitted_N + layout.depth_N).to(device),
     )
-    kept_N = _walk(layout, sample_N)
+    processed_N, raw_N, sound_N = _logprobs(logits_NV, processed_NV, blocks_NG, specs_N, sample_N)
+    kept_N = _walk(layout, sample_N, choice)
     # Only what is emitted must be sound, and reading every drafted position's logits once more would cost.
     sound_N[kept_N] &= logits_NV[kept_N].isfinite().all(-1)
     # One transfer for everything that the host needs.
@@ -172,44 +127,71 @@ def accept(logits_NV: torch.Tensor, rows: Sequence[VerifyRow], run_seed: int) ->
 
 def _sample(
     logits_NV: torch.Tensor,
+    blocks_NG: torch.Tensor,
     specs_N: Sequence[Spec],
-    prefix: Callable[[int], Prefix],
+    choice: Choice | None,
+    token_N: torch.Tensor,
     run_seed: int,
     seed_N: torch.Tensor,
     position_N: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, margins, processed and raw log-probabilities and soundness of all N positions."""
-    device = logits_NV.device
-    processed_NV = process(logits_NV, specs_N, prefix)
-    blocks_NG = block_logsumexp(processed_NV)
-    sample_N, margin_N = keyed_sample(processed_NV, blocks_NG, run_seed, seed_N, position_N)
-    total_N = torch.logsumexp(blocks_NG.double(), dim=-1)
-    processed_N = processed_NV.gather(1, sample_N[:, None])[:, 0] - total_N
-    untouched = processed_NV is logits_NV
-    greedy = [spec.params.temperature == 0 for spec in specs_N]
-    if any(greedy):
-        greedy_N = torch.tensor(greedy, device=device)
-        argmax_N, lead_N = greedy_sample(processed_NV)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each position would emit, (N,) int64, and how near that was to something else; logits are processed."""
+    drawn_NV = logits_NV
+    if choice is not None:
+        drawn_NV, blocks_NG = logits_NV.clone(), blocks_NG.clone()
+        for parent_P, residual_PV in choice.residuals:
+            drawn_NV[parent_P] = residual_PV.to(drawn_NV.dtype)
+            blocks_NG[parent_P] = block_logsumexp(drawn_NV[parent_P])
+    sample_N, margin_N = keyed_sample(drawn_NV, blocks_NG, run_seed, seed_N, position_N)
+    greedy_N = _greedy(specs_N, logits_NV.device)
+    if greedy_N is not None:
+        argmax_N, lead_N = greedy_sample(logits_NV)
         sample_N = torch.where(greedy_N, argmax_N, sample_N)
         margin_N = torch.where(greedy_N, lead_N, margin_N)
+    if choice is not None:
+        is_taken_N = choice.taken_N >= 0
+        sample_N = torch.where(is_taken_N, token_N[choice.taken_N], sample_N)
+        margin_N = torch.where(is_taken_N, torch.inf, margin_N).minimum(choice.margin_N)
+    return sample_N, margin_N
+
+
+def _logprobs(
+    logits_NV: torch.Tensor,
+    processed_NV: torch.Tensor,
+    blocks_NG: torch.Tensor,
+    specs_N: Sequence[Spec],
+    sample_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Processed and raw log-probabilities of what is emitted, and whether there is a law at all; each (N,)."""
+    total_N = torch.logsumexp(blocks_NG.double(), dim=-1)
+    processed_N = processed_NV.gather(1, sample_N[:, None])[:, 0] - total_N
+    greedy_N = _greedy(specs_N, logits_NV.device)
+    if greedy_N is not None:
         # The law of a greedy position is a point mass.
         processed_N = processed_N.masked_fill(greedy_N, 0.0)
-    if untouched and not any(greedy):
-        raw_N = processed_N
-    else:
-        raw_NV = logits_NV if logits_NV.dtype in (torch.float32, torch.float64) else logits_NV.float()
-        raw_total_N = torch.logsumexp(block_logsumexp(raw_NV).double(), dim=-1)
-        raw_N = raw_NV.gather(1, sample_N[:, None])[:, 0] - raw_total_N
-    return sample_N, margin_N, processed_N, raw_N, total_N.isfinite()
+    if processed_NV is logits_NV and greedy_N is None:
+        return processed_N, processed_N, total_N.isfinite()
+    raw_NV = logits_NV if logits_NV.dtype in (torch.float32, torch.float64) else logits_NV.float()
+    raw_total_N = torch.logsumexp(block_logsumexp(raw_NV).double(), dim=-1)
+    return processed_N, raw_NV.gather(1, sample_N[:, None])[:, 0] - raw_total_N, total_N.isfinite()
 
 
-def _walk(layout: _Layout, sample_N: torch.Tensor) -> torch.Tensor:
-    """Which nodes are kept: a node is, if its parent is and it equals the parent's sample."""
+def _greedy(specs_N: Sequence[Spec], device: torch.device) -> torch.Tensor | None:
+    greedy = [spec.params.temperature == 0 for spec in specs_N]
+    return torch.tensor(greedy, device=device) if any(greedy) else None
+
+
+def _walk(layout: Layout, sample_N: torch.Tensor, choice: Choice | None) -> torch.Tensor:
+    """Which nodes are kept: a node is, if its parent is and it was taken there, or equals what the parent emits."""
     device = sample_N.device
+    index_N = torch.arange(len(layout.parent_N), device=device)
     parent_N = torch.from_numpy(layout.parent_N).to(device)
-    is_root_N = parent_N == torch.arange(len(parent_N), device=device)
+    is_root_N = parent_N == index_N
     kept_N = is_root_N.clone()
     match_N = (torch.from_numpy(layout.token_N).to(device) == sample_N[parent_N]) & ~is_root_N
+    if choice is not None:
+        taken_N = choice.taken_N[parent_N]
+        match_N = torch.where(taken_N >= 0, taken_N == index_N, match_N & choice.follows_N)
     for _ in range(int(layout.depth_N.max(initial=0))):
         kept_N = is_root_N | (kept_N[parent_N] & match_N)
     return kept_N

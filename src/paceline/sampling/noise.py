@@ -19,10 +19,31 @@ _INDEX_BITS = 24
 
 
 class Purpose(IntEnum):
-    """What a draw is for. Streams of different purposes never share a counter. At most 256 purposes."""
+    """What a draw is for. Streams of different purposes never share a counter. At most 256 purposes.
+
+    ``BLOCK`` and ``TOKEN`` belong to the policy's own sample at a position of the response. ``DRAFT_BLOCK`` and
+    ``DRAFT_TOKEN`` draw drafts under rejection and block acceptance, ``ACCEPT`` decides about them; those three are
+    keyed by ``draft_position``.
+    """
 
     BLOCK = 0
     TOKEN = 1
+    DRAFT_BLOCK = 2
+    DRAFT_TOKEN = 3
+    ACCEPT = 4
+
+
+#: Most nodes of a draft that is drawn from laws: each has a noise key of its own.
+MOST_SOFT_NODES = 255
+
+
+def draft_position(emitted: Any, node: Any) -> Any:
+    """The noise key of node ``node`` (-1: the root) of the draft that follows ``emitted`` response tokens.
+
+    Every pass emits a token, so no two drafts of a request share a key: block acceptance looks at all of a draft's
+    tokens and uniforms before it decides how many to keep, so none of them may be read again in a later pass.
+    """
+    return emitted * (MOST_SOFT_NODES + 1) + node + 1
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
