@@ -85,7 +85,8 @@ class EngineConfig(_Section):
     Where requests outnumber the slots, ``scouts`` of each group start before the others (0: in the order of arrival).
     ``acceptance`` says how drafts that were drawn from a distribution are verified: ``coupled`` keeps every token
     independent of the drafter, ``rejection`` and ``block`` keep the law only. ``invariant`` gives equal logits, bit for
-    bit, whatever the shape of the pass (float32 on the CPU).
+    bit, whatever the shape of the pass (float32 on the CPU). ``verifier`` is ``module:function`` in the place of
+    ``sampling.accept.accept``, for research; it takes ``allow_lossy``.
     """
 
     slots: int = 32
@@ -97,6 +98,7 @@ class EngineConfig(_Section):
     refit_kv: Literal["recompute", "keep"] = "recompute"
     acceptance: Literal["coupled", "rejection", "block"] = "coupled"
     invariant: bool = False
+    verifier: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.slots >= 1, "slots", self.slots, ">= 1")
@@ -105,6 +107,8 @@ class EngineConfig(_Section):
         _require(self.kv_tokens >= 0, "kv_tokens", self.kv_tokens, ">= 0 (0 is no cap)")
         _require(self.context >= 0, "context", self.context, ">= 0 (0 is the model's own)")
         _require(self.scouts >= 0, "scouts", self.scouts, ">= 0 (0 is the order of arrival)")
+        named = self.verifier is None or re.fullmatch(r"[\w.]+:\w+", self.verifier)
+        _require(bool(named), "verifier", self.verifier, "module:function, or null for paceline's own")
 
 
 class PromptLookupConfig(_Section):
@@ -251,6 +255,7 @@ class Config(_Section):
     seed: int = 0
     out: str = "runs/latest"
     threads: int = 0
+    allow_lossy: bool = False
     policy: PolicyConfig = msgspec.field(default_factory=PolicyConfig)
     tasks: dict[str, TaskConfig] = msgspec.field(default_factory=lambda: {"function_call": TaskConfig()})
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -265,6 +270,16 @@ class Config(_Section):
         _require(self.seed >= 0, "seed", self.seed, ">= 0: a run has one seed, and it is never drawn for you")
         _require(bool(self.out.strip()), "out", self.out, "a directory")
         _require(self.threads >= 0, "threads", self.threads, ">= 0 (0 is torch's own choice)")
+        # Built in Python, nothing else checks the type; the text "false" is true.
+        allow = self.allow_lossy
+        _require(type(allow) is bool, "allow_lossy", allow, "true or false, unquoted")
+        own = self.engine.verifier
+        _require(
+            own is None or allow,
+            "engine.verifier",
+            own,
+            "null, or allowed by allow_lossy: true, for the law that is sampled is then its own",
+        )
         _require(bool(self.tasks), "tasks", self.tasks, "at least one task")
         n, seed, longest = self.sampling.n, self.sampling.seed, self.sampling.max_tokens
         _require(n == 1, "sampling.n", n, "left out of a run: rl.group_size says how many samples a prompt gets")
@@ -319,14 +334,18 @@ FREE_SETTINGS: tuple[str, ...] = (
 )
 
 
-def unlike_settings(a: Config, b: Config) -> list[str]:
-    """The settings that decide tokens and differ, as ``key (A: x, B: y)``."""
+#: How drafts are verified: it may change tokens and is no reason not to compare them.
+VERIFICATION_SETTINGS: tuple[str, ...] = ("allow_lossy", "engine.acceptance", "engine.verifier")
+
+
+def unlike_settings(a: Config, b: Config, but: Sequence[str] = ()) -> list[str]:
+    """The settings that decide tokens and differ, as ``key (A: x, B: y)``; those in ``but`` may."""
     settings_a, settings_b = (dict(_flat(msgspec.to_builtins(config), "")) for config in (a, b))
     return [
         f"{key} (A: {settings_a.get(key)!r}, B: {settings_b.get(key)!r})"
         for key in sorted(settings_a.keys() | settings_b.keys())
         if settings_a.get(key) != settings_b.get(key)
-        and not any(key == free or key.startswith(f"{free}.") for free in FREE_SETTINGS)
+        and not any(key == free or key.startswith(f"{free}.") for free in (*FREE_SETTINGS, *but))
     ]
 
 

@@ -184,7 +184,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     ``nodes_offered`` counts proposed nodes, ``tokens_drafted`` those that were verified, ``tokens_expected`` what the
     budget expected the passes to emit. ``drafts_asked`` counts requests for which a draft was asked for, and
     ``drafts_prefetched`` those whose draft was ready. ``pass_seconds`` is what the passes took, drafting included, and
-    ``plain_seconds`` what plain passes would have taken for the same tokens.
+    ``plain_seconds`` what plain passes would have taken for the same tokens. ``lossy`` names the settings under which
+    the engine is not known to keep the policy's law.
     """
 
     forwards: int = 0
@@ -228,6 +229,7 @@ class StepRecord(msgspec.Struct, kw_only=True):
     acceptance: float
     drafted_per_forward: float
     policy_forwards: int
+    lossy: tuple[str, ...] = ()
     loss: float
     grad_norm: float
     lr: float
@@ -254,3 +256,4 @@ class StepRecord(msgspec.Struct, kw_only=True):
     task_rewards: dict[str, float] = {}
     accept_lengths: list[int] = []
     events: dict[str, int] = {}
+    lossy: list[str] = []

@@ -4,10 +4,12 @@ Scalars follow YAML 1.2: ``5e-4`` is a number, ``true`` and ``false`` alone are 
 """
 
 import difflib
+import importlib
 import re
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -77,6 +79,34 @@ def known_keys(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
         elif element := _named_struct(inner):
             keys += known_keys(element, f"{dotted}.*.")
     return keys
+
+
+def load_by_path(path: str, what: str = "class") -> Any:
+    """The callable that a setting names as ``module:name``, found from the working directory too.
+
+    Raises ConfigError in one line where there is none; ``what`` says what was wanted.
+    """
+    module_name, _, name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's own module runs here; the cause stays attached
+        raise ConfigError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        known = [entry for entry in vars(module) if not entry.startswith("_")]
+        raise ConfigError(f"module {module_name} has no {what} {name!r}{nearest(name, known)}")
+    return getattr(module, name)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that is not known: the one that looks most like it, else all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known: {', '.join(names)}" if names else "; it knows none"
 
 
 def _read_file(path: Path, origin: dict[str, str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters.base import Drafter
+from paceline.engines.guard import check_lossless, verification
 from paceline.engines.hf.intake import Limits, default_eos_ids, expand
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
@@ -26,6 +27,10 @@ from paceline.sampling.stops import Decode, cut
 from paceline.schema import EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
 
 
+Verifier = Callable[[torch.Tensor, Sequence[VerifyRow], int], list[Verdict]]
+"""What decides a verifying pass, with the signature of ``sampling.accept.accept``."""
+
+
 class HFEngine:
     """Decodes with a causal language model of transformers; implements ``engines.base.Engine``.
 
@@ -34,7 +39,8 @@ class HFEngine:
     pass emits. ``seed`` is the run's noise key, ``eos_ids`` end a response (default: the model's generation config),
     ``decode`` turns token ids into text (needed for stop strings), ``budget`` is the most tokens drafted a request and
     pass, ``budget_config`` says how much of that is verified, ``refit_names`` names the parameters that every
-    ``load_weights`` must hold (default: all).
+    ``load_weights`` must hold (default: all). ``verifier`` decides what is kept in the place of paceline's own
+    acceptance; LossyError refuses one unless ``allow_lossy`` is True, and ``stats().lossy`` names it.
     """
 
     def __init__(
@@ -49,8 +55,12 @@ class HFEngine:
         eos_ids: Iterable[int] | None = None,
         decode: Decode | None = None,
         refit_names: Iterable[str] | None = None,
+        verifier: Verifier | None = None,
+        allow_lossy: bool = False,
     ) -> None:
         self.config = config or EngineConfig()
+        lossy = check_lossless("paceline", verification(self.config, verifier), allow_lossy=allow_lossy)
+        self._accept = verifier or accept
         self.drafter = drafter
         self.seed = seed
         self.decode = decode
@@ -61,7 +71,7 @@ class HFEngine:
         self._limits = Limits(self.context, self._runner.vocabulary, self.config.kv_tokens, decode is not None)
         self._eos_ids = tuple(default_eos_ids(model) if eos_ids is None else eos_ids)
         self._refit_names = None if refit_names is None else frozenset(refit_names)
-        self._stats = EngineStats(events={})
+        self._stats = EngineStats(lossy=lossy, events={})
         self._queue = Queue(self.config, self._runner.kv, self._stats)
         self.controller = BudgetController(budget_config or BudgetConfig(), self.table, self._stats)
         self._scheduler = Scheduler(
@@ -214,7 +224,7 @@ class HFEngine:
         kept = np.concatenate(keep) if keep else np.empty(0, dtype=np.int64)
         logits_NV = self._runner.forward(tokens, rows, kept)
         forwarded = time.perf_counter()
-        verdicts = accept(logits_NV, verify, self.seed) if verify else []
+        verdicts = self._accept(logits_NV, verify, self.seed) if verify else []
         self._stats.forwards += 1
         self._stats.tokens_prefilled += prefilled
         self._stats.forward_seconds += forwarded - started

@@ -1,18 +1,14 @@
 """Finds a task by its name and builds it: built in, a user's own ``module:Class``, or one that a package registers."""
 
-import difflib
-import importlib
 import inspect
-import sys
-from collections.abc import Iterable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paceline.config import ConfigError, TaskConfig
 from paceline.rl.tasks.base import Task
+from paceline.typed_yaml import load_by_path, nearest
 
 ENTRY_POINTS = "paceline.tasks"
 BUILT_IN: dict[str, str] = {
@@ -47,30 +43,15 @@ def make_task(name: str, config: TaskConfig, seed: int) -> Task:
 
 def _find(kind: str) -> Any:
     if kind in BUILT_IN:
-        return _load(BUILT_IN[kind])
+        return load_by_path(BUILT_IN[kind])
     if ":" in kind:
-        return _load(kind)
+        return load_by_path(kind)
     registered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
     if kind in registered:
-        return _load(registered[kind])
+        return load_by_path(registered[kind])
     raise ConfigError(
-        f"no task kind {kind!r}{_nearest(kind, {*BUILT_IN, *registered})}; a class of your own is module:Class"
+        f"no task kind {kind!r}{nearest(kind, {*BUILT_IN, *registered})}; a class of your own is module:Class"
     )
-
-
-def _load(path: str) -> Any:
-    module_name, _, class_name = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, class_name, None)):
-        known = [entry for entry in vars(module) if not entry.startswith("_")]
-        raise ConfigError(f"module {module_name} has no class {class_name!r}{_nearest(class_name, known)}")
-    return getattr(module, class_name)
 
 
 def _check_options(build: Any, options: dict[str, Any]) -> None:
@@ -86,7 +67,7 @@ def _check_options(build: Any, options: dict[str, Any]) -> None:
         if option in _SET_BY_THE_RUN:
             raise ConfigError(f"options.{option} is set by the run itself; remove it")
         if option not in known and not takes_all:
-            raise ConfigError(f"unknown option {option!r}{_nearest(option, known)}")
+            raise ConfigError(f"unknown option {option!r}{nearest(option, known)}")
         if option in known and parameters[option].annotation in (bool, int, float, str):
             try:
                 msgspec.convert(value, parameters[option].annotation)
@@ -95,11 +76,3 @@ def _check_options(build: Any, options: dict[str, Any]) -> None:
     for option in known:
         if parameters[option].default is parameters[option].empty and option not in options:
             raise ConfigError(f"the option {option!r} is missing; write it under options")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known: {', '.join(names)}" if names else "; it knows none"
