@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from paceline.sampling.accept import VerifyRow, accept, chain_parents, limit_depth
+from paceline.sampling.grammar import Matcher
 from paceline.sampling.processors import Spec
 from paceline.sampling.stops import Decode, cut
 from paceline.schema import SamplingParams, as_tokens
@@ -65,6 +66,7 @@ def generate(
     propose: Propose | None = None,
     stop_ids: tuple[int, ...] = (),
     decode: Decode | None = None,
+    matcher: Matcher | None = None,
     request_id: str = "toy",
 ) -> Generated:
     """Decode one request with the law as the policy; ``propose`` drafts, None is plain decoding."""
@@ -77,7 +79,7 @@ def generate(
         tokens, parents = as_tokens(tokens), as_tokens(parents)
         kept, parents = limit_depth(parents, room - 1)
         row = VerifyRow(
-            request_id, Spec(params, stop_ids), seed, prompt_ids, as_tokens(out.tokens), tokens[kept], parents
+            request_id, Spec(params, stop_ids, matcher), seed, prompt_ids, as_tokens(out.tokens), tokens[kept], parents
         )
         (verdict,) = accept(logits_of(law, row), [row], run_seed)
         end = cut(verdict.tokens, row.response, params, stop_ids, room, decode)

@@ -16,8 +16,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 #: Where an emitted token came from. 0: the policy's own sample beyond any draft; others: a draft that was accepted,
 #: copied from the request's own text (``prompt``), a sibling in flight, an earlier rollout, another drafter, or
-#: answers to other prompts (``elsewhere``).
-SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "elsewhere")
+#: answers to other prompts (``elsewhere``), or the only token that a grammar allowed (``forced``).
+SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "elsewhere", "forced")
 
 
 class PacelineError(Exception):
@@ -37,11 +37,31 @@ def derive_seed(*parts: object) -> int:
     return xxhash.xxh3_64_intdigest("\x1f".join(str(part) for part in parts).encode())
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a response may be. Impossible values raise ValueError; whether ``text`` compiles shows when it is used.
+
+    ``kind`` says how ``text`` is read: a JSON schema, a regular expression (Rust's syntax), or ``ebnf``, llguidance's
+    variant of Lark's syntax. The grammar starts on the position right after the first time that the token ids
+    ``trigger`` are complete in the response; with no trigger, on the first token. Before that anything may be said.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+    trigger: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ValueError(f"text: {self.text!r} must be a {self.kind}, not empty")
+        if any(token < 0 for token in self.trigger):
+            raise ValueError(f"trigger: {self.trigger!r} must be token ids")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one response is sampled. A value that cannot be honoured raises ValueError at construction.
 
-    Processors apply in this order at every position: ``allowed_token_ids``, ``bad_words``, ``min_tokens``,
-    ``logit_bias``, repetition, presence and frequency penalty, ``temperature``, ``min_p``, ``top_k``, ``top_p``.
+    Processors apply in this order at every position: ``allowed_token_ids``, ``grammar``, ``bad_words``,
+    ``min_tokens``, ``logit_bias``, repetition, presence and frequency penalty, ``temperature``, ``min_p``, ``top_k``,
+    ``top_p``.
     ``temperature`` 0 is greedy. ``seed`` None derives the seed from the request id, so no two requests share noise.
     """
 
@@ -57,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int = 128
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False

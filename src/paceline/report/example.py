@@ -22,6 +22,7 @@ _SOURCE_NAMES = {
     "history": "drafted from an earlier epoch",
     "other": "drafted by another drafter",
     "elsewhere": "drafted from answers to other prompts",
+    "forced": "drafted, the only one that the grammar allowed",
 }
 
 

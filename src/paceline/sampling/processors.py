@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.sampling.grammar import Matcher
 from paceline.schema import SamplingParams, Tokens
 
 Prefix = tuple[Tokens, Tokens]
@@ -20,10 +21,15 @@ Prefix = tuple[Tokens, Tokens]
 
 @dataclass(frozen=True)
 class Spec:
-    """What the processors need to know of one request."""
+    """What the processors need to know of one request; ``matcher`` follows the grammar of one that has a grammar."""
 
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.grammar is not None and self.matcher is None:
+            raise ValueError("the parameters have a grammar, and there is no matcher that follows it")
 
     @property
     def needs_prefix(self) -> bool:
@@ -31,7 +37,7 @@ class Spec:
         p = self.params
         return bool(
             p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty or p.bad_words
-            or (p.min_tokens and self.stop_ids)
+            or (p.min_tokens and self.stop_ids) or self.matcher is not None
         )  # fmt: skip
 
     @property
@@ -85,6 +91,8 @@ def _edit(logits_V: torch.Tensor, spec: Spec, prefix: Prefix | None) -> None:
         keep[_ids(params.allowed_token_ids, vocabulary, "allowed_token_ids", device)] = True
         logits_V.masked_fill_(~keep, -torch.inf)
     if prefix is not None:
+        if spec.matcher is not None:
+            _keep_to_grammar(logits_V, spec.matcher, spec.stop_ids, prefix[1])
         for word in params.bad_words:
             *start, last = word
             if _ends_with(prefix, start):
@@ -96,6 +104,19 @@ def _edit(logits_V: torch.Tensor, spec: Spec, prefix: Prefix | None) -> None:
         logits_V[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
     if prefix is not None:
         _penalise(logits_V, params, prefix)
+
+
+def _keep_to_grammar(logits_V: torch.Tensor, matcher: Matcher, stop_ids: tuple[int, ...], response: Tokens) -> None:
+    """Mask what the grammar does not allow; every stop id is allowed exactly where the response may end."""
+    allowed = matcher.allowed(response)
+    if allowed is None:
+        return
+    vocabulary = logits_V.shape[0]
+    is_kept_V = np.zeros(vocabulary, dtype=bool)
+    known = allowed.is_allowed_V[:vocabulary]
+    is_kept_V[: len(known)] = known
+    is_kept_V[list(stop_ids)] = allowed.may_end
+    logits_V.masked_fill_(torch.from_numpy(~is_kept_V).to(logits_V.device), -torch.inf)
 
 
 def _penalise(logits_V: torch.Tensor, params: SamplingParams, prefix: Prefix) -> None:

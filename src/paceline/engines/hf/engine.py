@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters.base import Drafter
 from paceline.engines.guard import check_lossless, verification
-from paceline.engines.hf.intake import Limits, default_eos_ids, expand
+from paceline.engines.hf.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.engines.hf.schedule import Scheduler, Share
@@ -24,6 +24,8 @@ from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner
 from paceline.sampling.accept import Verdict, VerifyRow, accept
 from paceline.sampling.stops import Decode, cut
+from paceline.sampling.grammar import Vocabulary
+from paceline.sampling.processors import Spec
 from paceline.schema import EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
 
 
@@ -37,7 +39,8 @@ class HFEngine:
     The model becomes the engine's own: it is put into evaluation mode and its attention is replaced. Tokens are a pure
     function of weights, prompt, sampling parameters and seeds on equal logits; the drafter only decides how many a
     pass emits. ``seed`` is the run's noise key, ``eos_ids`` end a response (default: the model's generation config),
-    ``decode`` turns token ids into text (needed for stop strings), ``budget`` is the most tokens drafted a request and
+    ``decode`` turns token ids into text (needed for stop strings), ``tokenizer`` (a fast one of transformers, or a
+    ``Vocabulary``) says what ids stand for (needed for grammars), ``budget`` is the most tokens drafted a request and
     pass, ``budget_config`` says how much of that is verified, ``refit_names`` names the parameters that every
     ``load_weights`` must hold (default: all). ``verifier`` decides what is kept in the place of paceline's own
     acceptance; LossyError refuses one unless ``allow_lossy`` is True, and ``stats().lossy`` names it.
@@ -54,6 +57,7 @@ class HFEngine:
         seed: int = 0,
         eos_ids: Iterable[int] | None = None,
         decode: Decode | None = None,
+        tokenizer: PreTrainedTokenizerBase | Vocabulary | None = None,
         refit_names: Iterable[str] | None = None,
         verifier: Verifier | None = None,
         allow_lossy: bool = False,
@@ -64,6 +68,7 @@ class HFEngine:
         self.drafter = drafter
         self.seed = seed
         self.decode = decode
+        self._grammars = None if tokenizer is None else Vocabulary.of(tokenizer)
         self.table = StepTimeTable()
         self._runner = Runner(model)
         own_limit = self._runner.context
@@ -98,18 +103,19 @@ class HFEngine:
         tokenizer = AutoTokenizer.from_pretrained(path)
         options.setdefault("decode", lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True))
         return cls(model, **options)
+        options.setdefault("tokenizer", tokenizer)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests; all of them are checked before any is queued.
 
         Raises RequestError for an id that is in flight, a prompt that leaves no room in the context, a token of the
-        prompt or of a parameter outside the vocabulary, stop strings without ``decode``, and a request that could never
-        fit in ``kv_tokens``.
+        prompt or of a parameter outside the vocabulary, stop strings without ``decode``, a grammar that does not
+        compile, or without a tokenizer or a stop id, and a request that could never fit in ``kv_tokens``.
         """
         self._check_open()
         samples = [sample for request in requests for sample in expand(request)]
         self._limits.check([request for request, _ in samples], {row.request_id for row in self._queue.rows()})
-        self._queue.add([(request, index, self._stop_ids(request)) for request, index in samples])
+        self._queue.add([(request, index, self._spec(request)) for request, index in samples])
         self._scheduler.lengths.start([request for request, _ in samples])
         if self.drafter is not None:
             self.drafter.start([request for request, _ in samples])
@@ -303,9 +309,10 @@ class HFEngine:
             text = self.decode([int(token) for token in row.response])
         self._done.append(row.rollout(reason, text))
 
-    def _stop_ids(self, request: RolloutRequest) -> tuple[int, ...]:
+    def _spec(self, request: RolloutRequest) -> Spec:
         params = request.params
-        return params.stop_token_ids + (() if params.ignore_eos else self._eos_ids)
+        stop_ids = params.stop_token_ids + (() if params.ignore_eos else self._eos_ids)
+        return Spec(params, stop_ids, start_grammar(request, stop_ids, self._grammars))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 from transformers import PreTrainedModel
 
+from paceline.sampling.grammar import GrammarError, Matcher, Vocabulary
 from paceline.schema import PacelineError, RolloutRequest, derive_seed
 
 
@@ -47,6 +48,7 @@ class Limits:
             "allowed_token_ids": params.allowed_token_ids or (),
             "bad_words": [token for word in params.bad_words for token in word],
             "stop_token_ids": params.stop_token_ids,
+            "grammar.trigger": params.grammar.trigger if params.grammar is not None else (),
         }
         for parameter, ids in named.items():
             unknown = [token for token in ids if not 0 <= token < self.vocabulary]
@@ -74,6 +76,21 @@ def expand(request: RolloutRequest) -> list[tuple[RolloutRequest, int]]:
         name, group = f"{request.request_id}/{index}", request.group or request.request_id
         children.append((msgspec.structs.replace(request, request_id=name, params=own, group=group), index))
     return children
+
+
+def start_grammar(request: RolloutRequest, stop_ids: Sequence[int], vocabulary: Vocabulary | None) -> Matcher | None:
+    """What follows the request's grammar; None where it has none. RequestError where it cannot be followed."""
+    grammar, name = request.params.grammar, f"request {request.request_id}"
+    if grammar is None:
+        return None
+    if vocabulary is None:
+        raise RequestError(f"{name} has a grammar; give the engine its `tokenizer`, or leave the grammar out")
+    if not stop_ids:
+        raise RequestError(f"{name} has a grammar and no stop id that could end it; give eos_ids or stop_token_ids")
+    try:
+        return vocabulary.matcher(grammar)
+    except GrammarError as error:
+        raise RequestError(f"{name}: {error}") from None
 
 
 def default_eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

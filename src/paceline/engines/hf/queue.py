@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from paceline.config import EngineConfig
 from paceline.engines.hf.row import Row
 from paceline.forward.kv import KVSlots, Snapshot
+from paceline.sampling.processors import Spec
 from paceline.schema import EngineStats, RolloutRequest
 
 _KV_STEP = 64
@@ -40,8 +41,8 @@ class Queue:
         """All rows in flight."""
         return [*self.running, *self.waiting]
 
-    def add(self, samples: Sequence[tuple[RolloutRequest, int, tuple[int, ...]]]) -> None:
-        """Queue requests, each with its sample index and stop ids, behind those that came before.
+    def add(self, samples: Sequence[tuple[RolloutRequest, int, Spec]]) -> None:
+        """Queue requests, each with its sample index and what its processors need, behind those that came before.
 
         Where they outnumber the slots, ``scouts`` of each group start first, one group after the other: what they say
         is there to draft from when their siblings follow, group by group.
@@ -50,8 +51,8 @@ class Queue:
         if self.config.scouts and len(samples) > self.config.slots:
             order = scouts_first([request.group or request.prompt_key for request, _, _ in samples], self.config.scouts)
         for index in order:
-            request, sample_index, stop_ids = samples[index]
-            self.waiting.append(Row(request, sample_index, stop_ids, self._arrivals))
+            request, sample_index, spec = samples[index]
+            self.waiting.append(Row(request, sample_index, spec, self._arrivals))
             self._arrivals += 1
 
     def admit(self) -> None:

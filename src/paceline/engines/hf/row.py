@@ -16,10 +16,10 @@ _OTHER = SOURCES.index("other")
 class Row:
     """A request's state. ``total`` committed tokens (prompt included), of which the first ``cached`` have KV."""
 
-    def __init__(self, request: RolloutRequest, sample_index: int, stop_ids: tuple[int, ...], arrival: int) -> None:
+    def __init__(self, request: RolloutRequest, sample_index: int, spec: Spec, arrival: int) -> None:
         self.request = request
         self.sample_index = sample_index
-        self.spec = Spec(request.params, stop_ids)
+        self.spec = spec
         self.seed = request.seed
         self.arrival = arrival
         self.prompt_length = len(request.prompt)
