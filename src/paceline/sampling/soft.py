@@ -60,22 +60,24 @@ def rejection_laws(logits_NV: torch.Tensor, soft: SoftNodes) -> Laws:
     parent_P = torch.from_numpy(parents).to(device)
     dtype = torch.promote_types(logits_NV.dtype, soft.laws_LV.dtype)
     residual_PV = torch.log_softmax(logits_NV[parent_P].to(dtype), dim=-1)
-    laws_LV = torch.log_softmax(soft.laws_LV.to(device, dtype), dim=-1)
+    # What is left of a law, by the parent whose children were drawn from it: rows may be shared.
+    drawn_from, urns = np.unique(np.stack([soft.parent_M, soft.law_M]), axis=1, return_inverse=True)
+    law_Q = torch.from_numpy(drawn_from[1]).to(device)
+    left_QV = torch.log_softmax(soft.laws_LV.to(device, dtype)[law_Q], dim=-1)
     log_accept_M = torch.empty(len(soft.node_M), dtype=torch.float64, device=device)
     last = int(soft.rank_M.max())
     for rank in range(last + 1):
         tried = np.flatnonzero(soft.rank_M == rank)
-        slot_K, law_K, token_K1 = (
-            torch.from_numpy(index[tried]).to(device) for index in (slots, soft.law_M, soft.token_M[:, None])
+        slot_K, urn_K, token_K1 = (
+            torch.from_numpy(index[tried]).to(device) for index in (slots, urns, soft.token_M[:, None])
         )
-        r_KV, q_KV = residual_PV[slot_K], laws_LV[law_K]
+        r_KV, q_KV = residual_PV[slot_K], left_QV[urn_K]
         q_K = q_KV.gather(1, token_K1)[:, 0]
         ratio_K = (r_KV.gather(1, token_K1)[:, 0] - q_K).clamp(max=0).masked_fill(q_K == -torch.inf, torch.nan)
         log_accept_M[torch.from_numpy(tried).to(device)] = ratio_K.double()
         residual_PV[slot_K] = _residual(r_KV, q_KV, r_KV)[0]
         if rank < last:
-            left_KV = q_KV.scatter(1, token_K1, -torch.inf)
-            laws_LV[law_K] = torch.log_softmax(left_KV, dim=-1)
+            left_QV[urn_K] = torch.log_softmax(q_KV.scatter(1, token_K1, -torch.inf), dim=-1)
     return Laws(log_accept_M, parent_P, residual_PV)
 
 

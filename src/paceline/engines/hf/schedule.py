@@ -13,7 +13,8 @@ from paceline.budget.lengths import Lengths, straggler_weights
 from paceline.drafters.base import Drafter, Prefetcher
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
-from paceline.sampling.accept import chain_parents, depths
+from paceline.sampling.accept import DraftLawError, chain_parents, depths
+from paceline.sampling.noise import MOST_SOFT_NODES
 from paceline.schema import SOURCES, Draft, EngineStats, Tokens, as_tokens
 
 _NO_TOKENS = as_tokens([])
@@ -54,7 +55,10 @@ class Share:
 
 
 class Scheduler:
-    """Plans passes. ``budget`` is the most nodes drafted for a request, ``context`` the longest sequence."""
+    """Plans passes. ``budget`` is the most nodes drafted for a request, ``context`` the longest sequence.
+
+    With ``coupled`` false drafts that were drawn from laws are verified by them.
+    """
 
     def __init__(
         self,
@@ -65,12 +69,14 @@ class Scheduler:
         budget: int,
         context: int,
         vocabulary: int,
+        coupled: bool = True,
     ) -> None:
         self.queue = queue
         self.controller = controller
         self.budget = budget
         self.context = context
         self.vocabulary = vocabulary
+        self.coupled = coupled
         self._stats = stats
         self.lengths = Lengths()
         self._weights: dict[str, float] = {}
@@ -159,11 +165,12 @@ class Scheduler:
         tokens = np.asarray(draft.tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError("tokens")
-        if ((tokens < 0) | (tokens >= self.vocabulary)).any():
-            raise ValueError("vocabulary")
-        for beside in (draft.sources, draft.probs):
+        for beside in (draft.sources, draft.probs, draft.law_of):
             if beside is not None and np.shape(beside) != tokens.shape:
                 raise ValueError("shapes")
+        draft, budget = self._lawful(draft, tokens, budget)
+        if ((tokens < 0) | (tokens >= self.vocabulary)).any():
+            raise ValueError("vocabulary")
         if draft.sources is not None and (np.asarray(draft.sources) >= len(SOURCES)).any():
             raise ValueError("sources")
         if draft.parents is None:
@@ -176,3 +183,26 @@ class Scheduler:
             kept = np.flatnonzero(depths(parents) <= deepest)[:budget]
             parents = as_tokens(parents)
         return pruned(msgspec.structs.replace(draft, tokens=as_tokens(tokens), parents=parents), kept)
+
+    def _lawful(self, draft: Draft, tokens: np.ndarray, budget: int) -> tuple[Draft, int]:
+        """The draft with its laws where they will be used, and the most nodes it may have.
+
+        A token that was drawn must not be left out for what it is, or what remains is no longer drawn from its law. So
+        such drafts lose their probabilities, which may know the tokens, and one with an impossible token is an error.
+        """
+        if draft.law_of is None or self.coupled:
+            return msgspec.structs.replace(draft, laws=None, law_of=None), budget
+        law_of = np.asarray(draft.law_of)
+        held = 0 if draft.laws is None else len(draft.laws)
+        if law_of.dtype.kind not in "iu" or ((law_of < -1) | (law_of >= held)).any():
+            raise ValueError("laws")
+        if not (law_of >= 0).any():
+            return msgspec.structs.replace(draft, laws=None, law_of=None), budget
+        drawn = tokens[law_of >= 0]
+        if ((drawn < 0) | (drawn >= self.vocabulary)).any():
+            token = drawn.min() if drawn.min() < 0 else drawn.max()
+            raise DraftLawError(
+                f"request {draft.request_id}: token {token} was drawn for it, the policy's vocabulary is "
+                f"{self.vocabulary}; drafter and policy must share it"
+            )
+        return msgspec.structs.replace(draft, law_of=as_tokens(law_of), probs=None), min(budget, MOST_SOFT_NODES)
