@@ -211,3 +211,23 @@ def test_the_table_shows_each_difference(compare):
     assert "near tie" in shown
     assert "end" in shown
     assert "violation" in shown
+
+
+@pytest.mark.parametrize(("a", "b"), [("rejection", "coupled"), ("coupled", "block"), ("block", "block")])
+def test_runs_that_keep_the_law_alone_are_no_violation_and_no_proof_either(compare, a, b):
+    configs = [load_config(None, [f"engine.acceptance={mode}"]) for mode in (a, b)]
+    result = compare(rows_of(), changed(rows_of(), 3, tokens=[1, 1, 3, 9, 5]), *configs)
+    assert (result.verdict, result.exit_code) == ("law only", 1)
+    assert "equal in distribution only" in result.message
+    assert "use paceline audit" in result.message
+    assert compare(rows_of(), rows_of(), *configs).verdict == "identical"
+    assert compare(rows_of(), rows_of()[1:], *configs).verdict == "violation", "no law loses a rollout"
+
+
+def test_a_lossy_run_is_named_and_its_differences_stay_violations(compare):
+    stamped = [msgspec.structs.replace(row, lossy=["verifier='own:greedy'"]) for row in rows_of()]
+    config = load_config(None, ["engine.verifier=own:greedy", "allow_lossy=true", "engine.acceptance=block"])
+    same = compare(stamped, rows_of(), config)
+    assert (same.verdict, same.lossy) == ("identical", ["verifier='own:greedy'"])
+    assert "A is lossy (verifier='own:greedy')" in same.notes[-1]
+    assert compare(stamped, changed(rows_of(), 3, tokens=[1, 1, 3, 9, 5]), config).verdict == "violation"

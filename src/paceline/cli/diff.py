@@ -19,7 +19,8 @@ def diff(
     """Compare the rollouts of two runs token for token.
 
     Exit code 0: identical, or every first difference is a near tie (the two best keyed scores lie within the tolerance,
-    so that other rounding may pick either). 1: a difference that rounding does not explain, or nothing to compare.
+    so that other rounding may pick either). 1: a difference that rounding does not explain, or nothing to compare. Runs
+    with engine.acceptance=rejection or block are equal in distribution only, and lossy ones not even that; it is said.
     """
     with one_line_errors():
         from rich.console import Console

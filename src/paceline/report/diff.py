@@ -2,7 +2,8 @@
 
 Equal logits give equal tokens. Where two runs rounded their logits differently (another batch, another drafter), a
 token may differ only where the two best keyed scores were nearly tied. After the first step with a difference the
-policies trained on different tokens, so later steps are reported, not compared.
+policies trained on different tokens, so later steps are reported, not compared. Runs whose acceptance keeps the law
+alone (rejection, block) may differ in any token: that is said, and is no violation.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Literal
 import msgspec
 from rich.table import Table
 
-from paceline.config import load_config, unlike_settings
+from paceline.config import VERIFICATION_SETTINGS, load_config, unlike_settings
 from paceline.report.trace import NEAR_TIE, TraceError, TraceRow, read_trace
 
 Key = tuple[int, str, int, int]
@@ -40,13 +41,15 @@ class Difference(msgspec.Struct, kw_only=True):
 class DiffResult(msgspec.Struct, kw_only=True):
     """What comparing two runs found. ``message`` is the verdict in one line; ``rollouts`` and ``tokens`` were compared.
 
-    ``logprob_gap`` is the widest gap between the two log-probabilities of an equal token (NaN: not recorded).
+    ``logprob_gap`` is the widest gap between the two log-probabilities of an equal token (NaN: not recorded). Verdict
+    ``law only``: tokens differ, where equal tokens were not promised; whether the laws agree is for ``paceline audit``.
+    ``lossy`` are the settings of either run that may bend the law.
     """
 
     a: str
     b: str
     tolerance: float
-    verdict: Literal["identical", "near ties", "violation", "not comparable"]
+    verdict: Literal["identical", "near ties", "law only", "violation", "not comparable"]
     message: str
     rollouts: int = 0
     tokens: int = 0
@@ -55,11 +58,13 @@ class DiffResult(msgspec.Struct, kw_only=True):
     differences: list[Difference] = []
     missing: list[str] = []
     after_parting: int = 0
+    law_only: list[str] = []
+    lossy: list[str] = []
     notes: list[str] = []
 
     @property
     def exit_code(self) -> int:
-        """0 where every difference is explained, 1 where one is not or nothing could be compared."""
+        """0 where every difference is explained by rounding, 1 where one is not or nothing could be compared."""
         return 0 if self.verdict in ("identical", "near ties") else 1
 
 
@@ -73,10 +78,14 @@ def diff_runs(a: str | Path, b: str | Path, tolerance: float = 1e-4) -> DiffResu
         raise TraceError(f"tolerance {tolerance}: must be between 0 and {NEAR_TIE}, the widest margin that runs record")
     path_a, path_b = Path(a), Path(b)
     result = DiffResult(a=str(a), b=str(b), tolerance=tolerance, verdict="not comparable", message="")
-    if unlike := _unlike_settings(path_a, path_b, result.notes):
+    if unlike := _unlike_settings(path_a, path_b, result):
         result.message = "not comparable: the runs differ in " + "; ".join(unlike)
         return result
     rows_a, rows_b = _rows(path_a), _rows(path_b)
+    for run, rows in ((result.a, rows_a), (result.b, rows_b)):
+        if lossy := list(dict.fromkeys(setting for row in rows.values() for setting in row.lossy)):
+            result.lossy += [setting for setting in lossy if setting not in result.lossy]
+            result.notes.append(f"{run} is lossy ({', '.join(lossy)}): its tokens need not follow the policy's law")
     last = min(_last_step(rows_a), _last_step(rows_b))
     steps = sorted({key[0] for key in rows_a.keys() | rows_b.keys() if key[0] <= last})
     for run, rows in ((result.a, rows_a), (result.b, rows_b)):
@@ -169,6 +178,12 @@ def _conclude(result: DiffResult) -> None:
         result.message = f"violation: {len(result.missing)} rollouts are in one run only, first: {result.missing[0]}"
     elif not result.rollouts:
         result.message = "not comparable: the runs have no rollout in common"
+    elif violations and result.law_only and not result.lossy:
+        result.verdict = "law only"
+        result.message = (
+            f"equal in distribution only: {violations} of {result.rollouts} rollouts differ in step "
+            f"{result.parted_at}, as {' and '.join(result.law_only)} may; use paceline audit to check the law"
+        )
     elif violations:
         result.verdict = "violation"
         result.message = (
@@ -209,11 +224,15 @@ def _name(key: Key) -> str:
     return f"step {step} {task or 'prompt'} {prompt_id} sample {sample}"
 
 
-def _unlike_settings(a: Path, b: Path, notes: list[str]) -> list[str]:
-    """The settings that decide tokens and differ, as ``key (A: x, B: y)``."""
+def _unlike_settings(a: Path, b: Path, result: DiffResult) -> list[str]:
+    """The settings that decide tokens and differ, as ``key (A: x, B: y)``; notes which runs keep the law alone."""
     files = [(path if path.is_dir() else path.parent) / "config.yaml" for path in (a, b)]
     absent = [file for file in files if not file.is_file()]
     if absent:
-        notes.append(f"settings were not compared: there is no {absent[0]}")
+        result.notes.append(f"settings were not compared: there is no {absent[0]}")
         return []
-    return unlike_settings(load_config(files[0]), load_config(files[1]))
+    config_a, config_b = load_config(files[0]), load_config(files[1])
+    for run, config in (("A", config_a), ("B", config_b)):
+        if config.engine.acceptance != "coupled":
+            result.law_only.append(f"engine.acceptance={config.engine.acceptance} ({run})")
+    return unlike_settings(config_a, config_b, VERIFICATION_SETTINGS)

@@ -18,6 +18,7 @@ from paceline.report.metrics import (
     event_counts,
     first_and_later,
     identity_verdict,
+    lossy_settings,
     shown,
     summarise,
 )
@@ -78,6 +79,7 @@ def render(
     style = files("paceline.report").joinpath("style.css").read_text(encoding="utf-8")
     body = "\n".join(
         (
+            _lossy_banner(records),
             _header(name, records, config),
             _tiles(records),
             _pictures("What it learned", _LEARNING, records, _summary(records)),
@@ -127,6 +129,18 @@ def _header(name: str, records: Sequence[StepRecord], config: Config | None) -> 
     )
 
 
+def _lossy_banner(records: Sequence[StepRecord]) -> str:
+    settings = lossy_settings(records)
+    if not settings:
+        return ""
+    stamped = sum(bool(record.lossy) for record in records)
+    return (
+        f'<div class="lossy" role="alert"><strong>Lossy run.</strong> {escape(", ".join(settings))}: the tokens of '
+        f"{counted(stamped, 'step')} need not follow the policy's law. Nothing on this page is a result of lossless "
+        "speculation.</div>"
+    )
+
+
 def _headline(records: Sequence[StepRecord]) -> str:
     """The run in one sentence that claims no more than was measured."""
     first, later = first_and_later(records)
@@ -142,7 +156,11 @@ def _headline(records: Sequence[StepRecord]) -> str:
     speed = f"{since}{summary.tokens_per_forward:.1f} tokens per forward"
     if math.isfinite(summary.speedup_measured):
         speed += f" and generation {summary.speedup_measured:.1f} times as fast as plain decoding"
-    same = {"identical": "; no checked token changed", "near ties": "; checked tokens equal up to near ties"}
+    same = {
+        "identical": "; no checked token changed",
+        "near ties": "; checked tokens equal up to near ties",
+        "law only": "; tokens equal to plain decoding in distribution only",
+    }
     return speed[0].upper() + speed[1:] + (same.get(verdict, "") if checked else "")
 
 

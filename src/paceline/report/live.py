@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from paceline.report.metrics import SUMMARY_LINES, first_and_later, identity_verdict, shown
+from paceline.report.metrics import SUMMARY_LINES, first_and_later, identity_verdict, lossy_settings, shown
 from paceline.schema import StepRecord
 
 #: The phases told apart in the bar, with their colours; all others are shown as ``other``.
@@ -92,6 +92,8 @@ class LiveView:
             return
         if not self._headed:
             self._headed = True
+            if record.lossy:
+                self.console.print(lossy_banner(record.lossy), soft_wrap=True)
             self.console.print(Text(_HEADINGS, style="bold"))
             self.console.print(_legend())
         self.console.print(_row(record), soft_wrap=True)
@@ -115,9 +117,15 @@ def plain_line(record: StepRecord, steps: int | None = None) -> str:
         f"x plain {shown(record.speedup_projected, '.2f')}",
         f"time {sum(record.seconds.values()):.1f} s ({shares})" if shares else "",
         f"check {_check(record)}" if record.identity != "not checked" else "",
+        f"LOSSY {', '.join(record.lossy)}" if record.lossy else "",
         f"held-out {record.eval_reward:.3f}" if math.isfinite(record.eval_reward) else "",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def lossy_banner(settings: Sequence[str]) -> Text:
+    """The red line above a run whose settings may bend the law."""
+    return Text(f" LOSSY  {', '.join(settings)}: tokens need not follow the policy's law ", style="bold white on red")
 
 
 def phase_shares(record: StepRecord) -> dict[str, float]:
@@ -146,6 +154,8 @@ def summary_table(records: Sequence[StepRecord]) -> Table:
     ]
     for name, show in SUMMARY_LINES:
         table.add_row(name, show(first), show(later) if later else "–")
+    if lossy := lossy_settings(records):
+        table.title = lossy_banner(lossy)
     table.add_row("tokens against plain decoding", *(f"{found} ({n} checked)" if n else found for found, n in checks))
     return table
 
@@ -159,6 +169,8 @@ def _row(record: StepRecord) -> Text:
     row.append_text(_bar(phase_shares(record)))
     if verdict := _check(record):
         row.append(f"  {verdict}", style="bold red" if record.identity == "violation" else "green")
+    if record.lossy:
+        row.append("  lossy", style="bold red")
     if math.isfinite(record.eval_reward):
         row.append(f"  held-out {record.eval_reward:.3f}", style="bold")
     return row

@@ -21,8 +21,9 @@ class Metric(msgspec.Struct, frozen=True):
 #: The phases that a step's seconds are split into, in the order of the step. They add up to the step's wall clock.
 PHASES: tuple[str, ...] = ("generation", "reward", "train", "refit", "check", "eval", "other")
 
-#: What the identity check may have found, from good to bad.
-IDENTITIES: tuple[str, ...] = ("not checked", "identical", "near ties", "violation")
+#: What the identity check may have found, from good to bad. ``law only``: tokens differ, and ``engine.acceptance``
+#: promises no more than equal distributions, which comparing tokens cannot check; ``paceline audit`` can.
+IDENTITIES: tuple[str, ...] = ("not checked", "identical", "near ties", "law only", "violation")
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "", "Number of the training step, counted from 0."),
@@ -93,6 +94,11 @@ METRICS: tuple[Metric, ...] = (
         "identity",
         "",
         "Whether the tokens of the checked batch equal those of plain decoding: " + ", ".join(IDENTITIES) + ".",
+    ),
+    Metric(
+        "lossy",
+        "",
+        "Settings of the engine under which tokens need not follow the policy's law; empty unless `allow_lossy`.",
     ),
     Metric("eval_reward", "", "Mean reward on the held-out prompts, greedy. NaN in steps without an evaluation."),
     Metric("task_rewards", "", "Mean reward by task."),
@@ -292,6 +298,11 @@ def identity_verdict(records: Iterable[StepRecord]) -> tuple[str, int]:
     found = [record.identity for record in records if record.identity != "not checked"]
     ranks = [IDENTITIES.index(verdict) if verdict in IDENTITIES else len(IDENTITIES) - 1 for verdict in found]
     return IDENTITIES[max(ranks, default=0)], len(found)
+
+
+def lossy_settings(records: Iterable[StepRecord]) -> list[str]:
+    """Every setting that any of ``records`` is stamped with as lossy, in order of appearance."""
+    return list(dict.fromkeys(setting for record in records for setting in record.lossy))
 
 
 def event_counts(records: Iterable[StepRecord]) -> dict[str, int]:

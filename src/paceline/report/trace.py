@@ -34,6 +34,7 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout. ``tokens`` include the stop token; ``near_ties`` are [position, margin] with margins < NEAR_TIE.
 
     ``sources`` are runs [name of SOURCES, count]; ``version`` is one number, or one a token where it changed midway.
+    ``lossy`` names the settings under which the tokens need not follow the policy's law.
     """
 
     epoch: int
@@ -53,6 +54,7 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     accepted: int | None = None
     sources: list[tuple[str, int]] | None = None
     near_ties: list[tuple[int, float]] | None = None
+    lossy: list[str] = []
 
     @property
     def key(self) -> tuple[int, str, int, int]:
@@ -70,9 +72,17 @@ class PromptRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def trace_row(
-    rollout: Rollout, *, epoch: int, step: int, prompt_id: int, sample_idx: int, reward: float, task: str = ""
+    rollout: Rollout,
+    *,
+    epoch: int,
+    step: int,
+    prompt_id: int,
+    sample_idx: int,
+    reward: float,
+    task: str = "",
+    lossy: Sequence[str] = (),
 ) -> TraceRow:
-    """The line of ``rollouts.jsonl`` that records ``rollout``."""
+    """The line of ``rollouts.jsonl`` that records ``rollout``; ``lossy`` is that of the engine's ``stats``."""
     ties = np.flatnonzero(rollout.margins < NEAR_TIE)
     versions = rollout.versions.tolist()
     return TraceRow(
@@ -93,6 +103,7 @@ def trace_row(
         accepted=rollout.accepted,
         sources=run_lengths(rollout.sources),
         near_ties=[(int(position), round(float(rollout.margins[position]), 9)) for position in ties],
+        lossy=list(lossy),
     )
 
 

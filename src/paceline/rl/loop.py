@@ -35,11 +35,13 @@ from paceline.rl.grpo import overlong_penalty
 from paceline.rl.identity import Identity, check_identity
 from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.learner import Batch, Learner
+from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law
 from paceline.rl.policy import Policy
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
 from paceline.rl.timing import Clock, stop_after_step
-from paceline.schema import EngineStats, PacelineError, Rollout, SamplingParams, StepRecord
+from paceline.schema import PacelineError, Rollout, StepRecord
+from paceline.typed_yaml import load_by_path
 
 OnEvent = Callable[[Event], None]
 
@@ -100,6 +102,8 @@ class Run:
             eos_ids=self.policy.eos_ids,
             decode=lambda tokens: self.policy.decode(np.asarray(tokens)),
             refit_names=self.policy.refit_names(),
+            verifier=None if config.engine.verifier is None else load_by_path(config.engine.verifier, "function"),
+            allow_lossy=config.allow_lossy,
         )
         self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
@@ -116,7 +120,8 @@ class Run:
         """Run the steps that are left; after each, the files are complete up to it."""
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
-        self._tell_shaped_law()
+        self._warn_if("lossy", lossy_run(self.engine.stats().lossy))
+        self._warn_if("law_shaped", shaped_law(self.config.sampling))
         if isinstance(self.drafter, HistoryDrafter) and why_not():
             self._warn("history_in_python", f"{why_not()}; drafts are the same, and take longer")
         if self._next_step == 0:
@@ -150,8 +155,10 @@ class Run:
         before = self.engine.stats()
         rollouts = self.engine.generate(requests)
         clock.lap("generation")
-        decisions = budget_metrics(before, self.engine.stats(), clock.seconds["generation"])
-        self._tell_nothing_drafted(step, before)
+        after = self.engine.stats()
+        decisions = budget_metrics(before, after, clock.seconds["generation"])
+        if self.drafter is not None:
+            self._warn_if("nothing_drafted", nothing_drafted(step, before, after))
 
         of_rollout = [item for item in items for _ in range(group_size)]
         judged, errors = self._judge(of_rollout, rollouts)
@@ -203,6 +210,7 @@ class Run:
                 sample_idx=index % group_size,
                 reward=float(reward),
                 task=item.task,
+                lossy=after.lossy,
             )
             for index, (rollout, item, reward) in enumerate(zip(rollouts, of_rollout, rewards, strict=True))
         ]
@@ -226,6 +234,7 @@ class Run:
             plain_seconds_measured=checked_seconds,
             speedup_measured=speedup(checked_seconds, generation),
             identity=identity.verdict if identity else "not checked",
+            lossy=list(after.lossy),
             eval_reward=eval_reward,
             task_rewards={
                 name: float(np.mean([r for r, item in zip(rewards, of_rollout, strict=True) if item.task == name]))
@@ -261,30 +270,6 @@ class Run:
             self._events["reward_error"] += count
             self.tell(f"reward_error: {error} ({count} of {len(rollouts)} rollouts have reward 0)")
         return rewards, len(errors)
-
-    def _tell_shaped_law(self) -> None:
-        """Say so where rollouts follow another law than the one whose gradient is taken."""
-        sampling = self.config.sampling
-        trained = SamplingParams(
-            temperature=sampling.temperature, max_tokens=sampling.max_tokens, stop=sampling.stop,
-            stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
-        )  # fmt: skip
-        shaped = [name for name in sampling.__struct_fields__ if getattr(sampling, name) != getattr(trained, name)]
-        if shaped:
-            self._warn(
-                "law_shaped",
-                f"sampling.{', sampling.'.join(shaped)} shape the rollouts; the update takes the gradient of the law "
-                "at temperature alone, see mismatch_kl",
-            )
-
-    def _tell_nothing_drafted(self, step: int, before: EngineStats) -> None:
-        """Say so where a drafter is configured and a whole step verified none of its drafts."""
-        now = self.engine.stats()
-        if self.drafter is not None and now.tokens_drafted == before.tokens_drafted:
-            asked, offered = now.drafts_asked - before.drafts_asked, now.nodes_offered - before.nodes_offered
-            self._warn(
-                "nothing_drafted", f"step {step}: {asked} drafts were asked for, {offered} nodes offered, none verified"
-            )
 
     def _tell_identity(self, step: int, identity: Identity) -> None:
         if identity.verdict == "violation":
@@ -366,6 +351,10 @@ class Run:
         else:
             held = self.drafter.history
             self.tell(f"history starts warm, from {file}: {held.prompts} prompts, {held.tokens} tokens")
+
+    def _warn_if(self, event: str, message: str | None) -> None:
+        if message is not None:
+            self._warn(event, message)
 
     def _warn(self, event: str, message: str) -> None:
         self._events[event] += 1

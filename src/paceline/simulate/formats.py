@@ -15,7 +15,8 @@ class Turn:
     """One request to the policy, as it stands in a log: token ids where they were logged, else text.
 
     ``step`` and ``epoch`` are None where the row does not tell. ``origin`` is the prompt that began a conversation of
-    several turns: its history is shared by all of them.
+    several turns: its history is shared by all of them. ``lossy`` is the stamp of a run that need not follow its
+    policy's law.
     """
 
     prompt: list[Any] | str
@@ -25,6 +26,7 @@ class Turn:
     epoch: int | None = None
     prompt_id: tuple[str, int] | None = None
     origin: list[Any] | None = None
+    lossy: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def turns_of(row: Row, where: str) -> Iterator[Turn]:
 
 def _paceline(row: Row) -> Iterator[Turn]:
     prompt_id = (str(row.get("task", "")), int(row["prompt_id"]))
-    yield Turn([], row["tokens"], True, _number(row["step"]), _number(row.get("epoch")), prompt_id)
+    lossy = tuple(str(setting) for setting in row.get("lossy", ()))
+    yield Turn([], row["tokens"], True, _number(row["step"]), _number(row.get("epoch")), prompt_id, lossy=lossy)
 
 
 def _slime(row: Row) -> Iterator[Turn]:

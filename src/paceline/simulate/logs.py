@@ -34,10 +34,14 @@ class Recorded:
 
 @dataclass
 class Step:
-    """The rollouts of one training step, in the order of the log; they were in flight together."""
+    """The rollouts of one training step, in the order of the log; they were in flight together.
+
+    ``lossy`` are the settings they are stamped with, under which they need not follow their policy's law.
+    """
 
     number: int
     rollouts: list[Recorded] = field(default_factory=list)
+    lossy: set[str] = field(default_factory=set)
 
     def requests(self) -> list[RolloutRequest]:
         """The requests that these rollouts answered; those that share a prompt are siblings."""
@@ -86,6 +90,7 @@ def read_steps(path: Path, tokenizer: str | None, warn: Warn) -> Iterator[Step]:
                         recorded = Recorded(recorded.prompt, recorded.tokens, recorded.key, visits[recorded.key])
                 current = told
                 step.rollouts.append(recorded)
+                step.lossy.update(turn.lossy)
     if step.rollouts:
         yield step
     if step.number == 0 and not step.rollouts:

@@ -59,7 +59,10 @@ class TraceEpoch(msgspec.Struct, kw_only=True):
 
 
 class TraceResult(msgspec.Struct, kw_only=True):
-    """One trace; the definitions are those of ``paceline.simulate.overlap.TraceStatistics``."""
+    """One trace; the definitions are those of ``paceline.simulate.overlap.TraceStatistics``.
+
+    ``lossy`` are the settings its rollouts are stamped with: they were not sampled by the policy's law alone.
+    """
 
     rollouts: int
     tokens: int
@@ -70,6 +73,7 @@ class TraceResult(msgspec.Struct, kw_only=True):
     oracle_tokens_per_forward_last30: float
     by_epoch: dict[str, TraceEpoch]
     drafters: dict[str, DrafterResult]
+    lossy: list[str] = []
 
 
 class ReplayResult(msgspec.Struct, kw_only=True):
@@ -97,6 +101,7 @@ def trace_line(name: str, trace: TraceResult) -> str:
         f"{name}: {trace.rollouts} rollouts, {trace.tokens} tokens, {trace.steps} steps; "
         f"overlap with the previous epoch {_percent(trace.overlap_previous_epoch)} in runs of "
         f"{_number(trace.mean_run, 1)}; oracle {oracle} tokens per forward, {last} in the last 30 %"
+        + (f"; LOSSY RUN ({', '.join(trace.lossy)})" if trace.lossy else "")
     )
 
 

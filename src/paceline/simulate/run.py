@@ -71,6 +71,7 @@ def replay_traces(
         }
         statistics = TraceStatistics(budget, batch)
         steps = 0
+        lossy: set[str] = set()
         for step in read_steps(path, tokenizer, warn):
             requests = step.requests()
             statistics.add(step)
@@ -80,11 +81,15 @@ def replay_traces(
                 except PacelineError as error:
                     raise PacelineError(f"{path}, step {step.number}, drafter {name}: {error}") from None
             steps += 1
+            lossy |= step.lossy
         done = _trace_result(statistics, steps, replays)
+        done.lossy = sorted(lossy)
         for name, measured in done.drafters.items():
             measured.state = "warm" if takes[name] else "cold"
         name = _free_name(trace_name(path), result.traces)
         result.traces[name] = done
+        if lossy:
+            warn(f"{name}: recorded by a lossy run: {', '.join(done.lossy)}")
         if cost is not None and any(math.isnan(measured.projected_speedup) for measured in done.drafters.values()):
             warn(f"{name}: no speedup is projected: --cost {cost} has no times for so many rows, or none with drafts")
         on_trace(name, done)

@@ -1,0 +1,35 @@
+"""What a run says of its own accord: laws that differ, drafts that never come, settings that bend the law."""
+
+from collections.abc import Sequence
+
+from paceline.schema import EngineStats, SamplingParams
+
+
+def shaped_law(sampling: SamplingParams) -> str | None:
+    """Where rollouts follow another law than the one whose gradient is taken, which settings make it so."""
+    trained = SamplingParams(
+        temperature=sampling.temperature, max_tokens=sampling.max_tokens, stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
+    )  # fmt: skip
+    shaped = [name for name in sampling.__struct_fields__ if getattr(sampling, name) != getattr(trained, name)]
+    if not shaped:
+        return None
+    return (
+        f"sampling.{', sampling.'.join(shaped)} shape the rollouts; the update takes the gradient of the law "
+        "at temperature alone, see mismatch_kl"
+    )
+
+
+def nothing_drafted(step: int, before: EngineStats, now: EngineStats) -> str | None:
+    """Where a whole step verified no draft, what was asked for and offered."""
+    if now.tokens_drafted != before.tokens_drafted:
+        return None
+    asked, offered = now.drafts_asked - before.drafts_asked, now.nodes_offered - before.nodes_offered
+    return f"step {step}: {asked} drafts were asked for, {offered} nodes offered, none verified"
+
+
+def lossy_run(settings: Sequence[str]) -> str | None:
+    """Where settings may bend the law, which ones."""
+    if not settings:
+        return None
+    return f"{', '.join(settings)}: tokens need not follow the policy's law; every metric and trace line says so"
