@@ -161,13 +161,18 @@ class HistoryConfig(_Section):
 class DrafterConfig(_Section):
     """Who drafts. ``budget`` is the most tokens drafted for one request in one pass."""
 
-    kind: Literal["none", "prompt_lookup", "history"] = "history"
+    With ``forced``, what a request's grammar forces is drafted too; ``kind`` "forced" drafts nothing else.
+    """
+
+    kind: Literal["none", "prompt_lookup", "history", "forced"] = "history"
     budget: int = 16
+    forced: bool = True
     history: HistoryConfig = msgspec.field(default_factory=HistoryConfig)
     prompt_lookup: PromptLookupConfig = msgspec.field(default_factory=PromptLookupConfig)
 
     def __post_init__(self) -> None:
         _require(self.budget >= 0, "budget", self.budget, ">= 0")
+        _require(self.forced or self.kind != "forced", "forced", self.forced, "true where kind is forced")
 
 
 class BudgetConfig(_Section):

@@ -2,20 +2,51 @@
 
 from paceline.config import DrafterConfig
 from paceline.drafters.base import Drafter
+from paceline.drafters.forced import ForcedDrafter
 from paceline.drafters.history import HistoryDrafter
 from paceline.drafters.prefetch import PrefetchingDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
+from paceline.sampling.grammar import Vocabulary
+from paceline.schema import PacelineError
 
-__all__ = ["Drafter", "HistoryDrafter", "PrefetchingDrafter", "PromptLookupDrafter", "make_drafter"]
+__all__ = [
+    "Drafter",
+    "ForcedDrafter",
+    "HistoryDrafter",
+    "PrefetchingDrafter",
+    "PromptLookupDrafter",
+    "history_of",
+    "make_drafter",
+]
 
 
-def make_drafter(config: DrafterConfig, salt: int | None = None) -> Drafter | None:
+def make_drafter(
+    config: DrafterConfig, salt: int | None = None, vocabulary: Vocabulary | None = None
+) -> Drafter | None:
     """The drafter that a configuration asks for; None for ``none`` and for a budget of 0.
 
-    ``salt`` keys the hashes that stand for prompts in snapshots; None draws one.
+    ``salt`` keys the hashes that stand for prompts in snapshots; None draws one. ``vocabulary`` is given where requests
+    have grammars. PacelineError where the drafter needs one.
     """
     if config.kind == "none" or config.budget == 0:
         return None
+    if config.kind == "forced":
+        if vocabulary is None:
+            raise PacelineError(
+                "drafter.kind=forced drafts what a grammar forces, and there is no grammar; choose another"
+            )
+        return ForcedDrafter(None, vocabulary)
+    drafter = _unforced(config, salt)
+    return ForcedDrafter(drafter, vocabulary) if config.forced and vocabulary is not None else drafter
+
+
+def history_of(drafter: Drafter | None) -> HistoryDrafter | None:
+    """The history drafter that ``drafter`` is or drafts with; None where there is none."""
+    inner = drafter.inner if isinstance(drafter, ForcedDrafter) else drafter
+    return inner if isinstance(inner, HistoryDrafter) else None
+
+
+def _unforced(config: DrafterConfig, salt: int | None) -> Drafter:
     if config.kind == "prompt_lookup":
         lookup = config.prompt_lookup
         return PromptLookupDrafter(lookup.min_match, lookup.max_match, lookup.factor, lookup.newest)

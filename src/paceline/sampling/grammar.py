@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.schema import Grammar, PacelineError, Tokens
+from paceline.schema import Grammar, PacelineError, Tokens, as_tokens
 
 _MOST_COMPILED = 1024
 
@@ -106,7 +106,7 @@ class Matcher:
         self._size = size
         self._trigger = np.array(trigger, dtype=np.int32)
         self._state = compiled.deep_copy()
-        self._consumed: list[int] = []
+        self._consumed = as_tokens([])
 
     def allowed(self, response: Tokens) -> Allowed | None:
         """What may follow ``response``; None where the grammar is silent. Tokens that only end a text are not allowed.
@@ -147,24 +147,25 @@ class Matcher:
         start = self._start(response)
         if start is None:
             return False
-        wanted = response[start:].tolist()
-        same = next((i for i, (a, b) in enumerate(zip(self._consumed, wanted, strict=False)) if a != b), None)
-        same = min(len(self._consumed), len(wanted)) if same is None else same
-        if same < len(self._consumed):
-            self._state.rollback(len(self._consumed) - same)
-            del self._consumed[same:]
-        ended = next((i for i in range(same, len(wanted)) if wanted[i] in self._ends), len(wanted))
-        if same < ended:
-            taken = self._state.try_consume_tokens(wanted[same:ended])
-            self._consumed += wanted[same : same + taken]
+        wanted, held = response[start:], self._consumed
+        shorter = min(len(wanted), len(held))
+        differ = np.flatnonzero(wanted[:shorter] != held[:shorter])
+        same = int(differ[0]) if len(differ) else shorter
+        if same < len(held):
+            self._state.rollback(len(held) - same)
+        fresh = wanted[same:].tolist()
+        # An end token would stop llguidance's state for good; nothing is asked behind one.
+        ended = next((i for i, token in enumerate(fresh) if token in self._ends), len(fresh))
+        taken = self._state.try_consume_tokens(fresh[:ended]) if ended else 0
+        self._consumed = wanted[: same + taken].copy()
         self._check()
-        return len(self._consumed) == len(wanted)
+        return same + taken == len(wanted)
 
     def _check(self) -> None:
         """Raise what llguidance found; its state is of no use then, and a fresh one takes its place."""
         if self._state.is_error():
             reason = self._state.get_error()
-            self._state, self._consumed = self._compiled.deep_copy(), []
+            self._state, self._consumed = self._compiled.deep_copy(), as_tokens([])
             raise GrammarError(f"the grammar cannot be followed any further: {_line(reason)}")
 
 
