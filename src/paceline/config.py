@@ -159,7 +159,7 @@ class HistoryConfig(_Section):
 
 
 class DrafterConfig(_Section):
-    """Who drafts. ``budget`` is the most tokens drafted for one request in one pass."""
+    """Who drafts. ``budget`` is the most tokens drafted for one request in one pass.
 
     With ``forced``, what a request's grammar forces is drafted too; ``kind`` "forced" drafts nothing else.
     """
