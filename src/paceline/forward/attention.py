@@ -75,7 +75,32 @@ class PassPlan:
         first = np.concatenate([[0], np.cumsum([row.total for row in rows])])
         short = [index for index, row in enumerate(rows) if row.total <= _LONG]
         groups = [[index] for index, row in enumerate(rows) if row.total > _LONG] + ([short] if short else [])
-        self.calls = [_Call([rows[i] for i in group], [int(first[i]) for i in group], device) for group in groups]
+        self.calls = [Call([rows[i] for i in group], [int(first[i]) for i in group], device) for group in groups]
+
+    def write(self, layer: int, key_NHD: torch.Tensor, value_NHD: torch.Tensor) -> None:
+        """Store the pass's keys and values of a layer."""
+        self.kv.write(layer, self.flat_N, key_NHD, value_NHD)
+
+    def attend(
+        self, index: int, layer: int, query_MHD: torch.Tensor, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        """One attention call over padded queries, M = rows * T; returns (M, H, D).
+
+        The query heads that share a key head are laid along the query axis, so keys are never repeated in memory.
+        """
+        call, groups = self.calls[index], self.heads_per_kv
+        keys, values = self.kv.view(layer, call.slots, call.length)
+        m, heads, size = query_MHD.shape
+        mask = self.mask(index, window, query_MHD.dtype)
+        if call.queries == 1:
+            query = query_MHD.reshape(m, heads // groups, groups, size)
+            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+            return out.reshape(m, heads, -1)
+        query = query_MHD.view(call.batch, call.queries, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
+        query = query.reshape(call.batch, heads // groups, groups * call.queries, size)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        out = out.view(call.batch, heads // groups, groups, call.queries, -1).permute(0, 3, 1, 2, 4)
+        return out.reshape(m, heads, -1)
 
     def mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """The additive mask of an attention call, (rows, 1, groups * T, length), built once per pass and window."""
@@ -91,7 +116,7 @@ class PassPlan:
         return self._masks[key]
 
 
-class _Call:
+class Call:
     """One attention call over a range of slots; slots of the range that bring nothing get a dummy query."""
 
     def __init__(self, rows: Sequence[PassRow], offsets: Sequence[int], device: torch.device) -> None:
@@ -156,43 +181,21 @@ def attend(
     layer = module.layer_idx
     assert isinstance(layer, int)
     query_NHD = query_1HND[0].transpose(0, 1)
-    paceline.kv.write(layer, paceline.flat_N, key_1HND[0].transpose(0, 1), value_1HND[0].transpose(0, 1))
+    paceline.write(layer, key_1HND[0].transpose(0, 1), value_1HND[0].transpose(0, 1))
     whole = paceline.calls[0]
     if len(paceline.calls) == 1 and whole.dense is not None:
-        return _attend_call(paceline, 0, layer, query_NHD, scaling, sliding_window)[None], None
+        return paceline.attend(0, layer, query_NHD, scaling, sliding_window)[None], None
     out_NHD = query_NHD.new_empty((*query_NHD.shape[:2], value_1HND.shape[-1]))
     for index, call in enumerate(paceline.calls):
         if call.dense is not None:
             query = query_NHD[call.dense]
-            out_NHD[call.dense] = _attend_call(paceline, index, layer, query, scaling, sliding_window)
+            out_NHD[call.dense] = paceline.attend(index, layer, query, scaling, sliding_window)
         else:
             query = query_NHD.new_zeros((call.batch * call.queries, *query_NHD.shape[1:]))
             query[call.padded_n] = query_NHD[call.packed_n]
-            out = _attend_call(paceline, index, layer, query, scaling, sliding_window)
+            out = paceline.attend(index, layer, query, scaling, sliding_window)
             out_NHD[call.packed_n] = out[call.padded_n]
     return out_NHD[None], None
-
-
-def _attend_call(
-    plan: PassPlan, index: int, layer: int, query_MHD: torch.Tensor, scaling: float | None, window: int | None
-) -> torch.Tensor:
-    """One attention call over padded queries, M = rows * T; returns (M, H, D).
-
-    The query heads that share a key head are laid along the query axis, so keys are never repeated in memory.
-    """
-    call, groups = plan.calls[index], plan.heads_per_kv
-    keys, values = plan.kv.view(layer, call.slots, call.length)
-    m, heads, size = query_MHD.shape
-    mask = plan.mask(index, window, query_MHD.dtype)
-    if call.queries == 1:
-        query = query_MHD.reshape(m, heads // groups, groups, size)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-        return out.reshape(m, heads, -1)
-    query = query_MHD.view(call.batch, call.queries, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
-    query = query.reshape(call.batch, heads // groups, groups * call.queries, size)
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-    out = out.view(call.batch, heads // groups, groups, call.queries, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(m, heads, -1)
 
 
 AttentionInterface.register(NAME, attend)

@@ -7,6 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.forward.attention import NAME, PassPlan, PassRow
+from paceline.forward.invariant import Census, Invariance
+from paceline.forward.invariant_attention import InvariantError, InvariantPlan
 from paceline.forward.kv import KVSlots
 from paceline.schema import PacelineError
 
@@ -22,9 +24,14 @@ class WeightsError(PacelineError):
 
 
 class Runner:
-    """Owns the model and its KV slots. The model must be a causal language model of transformers in evaluation mode."""
+    """Owns the model and its KV slots. The model must be a causal language model of transformers in evaluation mode.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    With ``invariant`` the logits of a token are equal, bit for bit, whatever else its pass holds; raises
+    ``InvariantError`` where that cannot be promised. It needs float32 on the CPU, a packed copy of the linear layers'
+    weights, and about three times the KV memory.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
         config = model.config.get_text_config()
         layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
         if not getattr(model, "_supports_attention_backend", False) or layer_types - _LAYER_TYPES:
@@ -42,13 +49,18 @@ class Runner:
         self.kv = KVSlots(config.num_hidden_layers)
         self._heads_per_kv = config.num_attention_heads // config.num_key_value_heads
         self._keep_N: torch.Tensor | None = None
+        self._invariance = Invariance(model) if invariant else None
         model.set_attn_implementation(NAME)
         # The head's own forward (soft caps, scales) runs on the kept positions alone.
         self._hook = model.base_model.register_forward_hook(self._keep)
+        if invariant:
+            self._take_census()
 
     def close(self) -> None:
         """Undo what was attached to the model and release the slots."""
         self._hook.remove()
+        if self._invariance is not None:
+            self._invariance.undo()
         self.kv = KVSlots(0)
 
     @torch.inference_mode()
@@ -57,7 +69,7 @@ class Runner:
 
         ``keep`` indexes the packed tokens whose logits are wanted; it may be empty (a pure prefill chunk).
         """
-        plan = PassPlan(rows, self.kv, self._heads_per_kv, self.device)
+        plan = self._plan(rows)
         input_1N = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)[None]
         self._keep_N = torch.from_numpy(keep).to(self.device)
         output = self.model(
@@ -71,30 +83,57 @@ class Runner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def _plan(self, rows: Sequence[PassRow]) -> PassPlan:
+        if self._invariance is None:
+            return PassPlan(rows, self.kv, self._heads_per_kv, self.device)
+        self._invariance.refresh()
+        return InvariantPlan(rows, self.kv, self._heads_per_kv, self.device, self.context)
+
+    def _take_census(self) -> None:
+        """One small pass in which every operator must be known to be invariant."""
+        self.kv.resize(1, 4)
+        no_draft = np.empty(0, dtype=np.int32)
+        try:
+            with Census():
+                self.forward([np.arange(3) % self.vocabulary], [PassRow(0, 0, 3, no_draft)], np.array([0, 2]))
+        except InvariantError:
+            self.close()
+            raise
+        self.kv = KVSlots(self.config.num_hidden_layers)
+
     def _keep(self, module: torch.nn.Module, args: object, output: object) -> object:  # noqa: ARG002
         if self._keep_N is not None:
             output.last_hidden_state = output.last_hidden_state[:, self._keep_N]  # type: ignore[attr-defined]
         return output
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None) -> None:
-        """Copy a complete set of weights into the model.
+        """``copy_weights`` into the model."""
+        copy_weights(self.model, tensors, expected)
+        if self._invariance is not None:
+            self._invariance.refresh()
 
-        ``expected`` names the parameters that every set must hold (None: all of them, tied ones once). Raises
-        WeightsError, before anything is written, that names the first tensor missing, unknown or of another shape.
-        """
-        own = dict(self.model.named_parameters())
-        missing = sorted((frozenset(own) if expected is None else expected) - set(tensors))
-        unknown = sorted(set(tensors) - set(own))
-        if missing or unknown:
-            what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the policy does not have"
+
+def copy_weights(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None = None
+) -> None:
+    """Copy a complete set of weights into ``model``.
+
+    ``expected`` names the parameters that every set must hold (None: all of them, tied ones once). Raises
+    WeightsError, before anything is written, that names the first tensor missing, unknown or of another shape.
+    """
+    own = dict(model.named_parameters())
+    missing = sorted((frozenset(own) if expected is None else expected) - set(tensors))
+    unknown = sorted(set(tensors) - set(own))
+    if missing or unknown:
+        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the policy does not have"
+        raise WeightsError(
+            f"the set of weights {what} ({len(missing)} missing, {len(unknown)} unknown); none was loaded"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
             raise WeightsError(
-                f"the set of weights {what} ({len(missing)} missing, {len(unknown)} unknown); none was loaded"
+                f"{name} has shape {tuple(tensor.shape)}, the policy's is {tuple(own[name].shape)}; none was loaded"
             )
+    with torch.no_grad():
         for name, tensor in tensors.items():
-            if tensor.shape != own[name].shape:
-                raise WeightsError(
-                    f"{name} has shape {tuple(tensor.shape)}, the policy's is {tuple(own[name].shape)}; none was loaded"
-                )
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+            own[name].copy_(tensor)
