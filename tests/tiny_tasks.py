@@ -1,9 +1,11 @@
-"""A task without data: shout a word. Named in configurations as ``tiny_tasks:Shout`` or ``tiny_tasks:Unanswered``."""
+"""A task without data: shout a word. Named in configurations as ``tiny_tasks:Shout``, for one."""
 
+import json
 from collections.abc import Sequence
 from typing import ClassVar
 
 from paceline.rl.tasks import Prompt, Split
+from paceline.schema import Grammar
 
 WORDS = tuple(f"{a}{b}" for a in "bdfgklmn" for b in ("am", "en", "ip", "os", "ut"))
 
@@ -35,3 +37,26 @@ class Unanswered(Shout):
 
     def answer(self, prompt: Prompt) -> str:
         raise NotImplementedError
+
+
+class Order(Shout):
+    """The answer is a JSON object with the prompt's word and a size; every prompt's grammar leaves only that open."""
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [
+            Prompt(prompt_id=p.prompt_id, text=p.text, grammar=Grammar(kind="json_schema", text=_order_schema(p.text)))
+            for p in super().prompts(split)
+        ]
+
+    def reward(self, prompt: Prompt, response: str) -> float:
+        order = json.loads(response)
+        return 0.5 * (order["word"] == prompt.text) + 0.5 * (order["size"] == "small")
+
+    def answer(self, prompt: Prompt) -> str:
+        return json.dumps({"word": prompt.text, "size": "small"})
+
+
+def _order_schema(word: str) -> str:
+    properties = {"word": {"const": word}, "size": {"enum": ["small", "large"]}, "gift": {"type": "boolean"}}
+    return json.dumps({"type": "object", "properties": properties, "required": ["word", "size"],
+                       "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}})  # fmt: skip

@@ -59,12 +59,17 @@ def rollout_requests(
     """``group_size`` requests a prompt, siblings next to each other, each with a noise key of its own.
 
     The key is a pure function of the run's seed, ``visit`` (the step, or ``eval``), the prompt and the sample.
+    A prompt's own grammar goes before that of ``params``.
     """
     return [
         RolloutRequest(
             request_id=f"{visit}/{item.name}/{sample}",
             prompt=item.tokens,
-            params=replace(params, seed=derive_seed(seed, "rollout", visit, item.name, sample)),
+            params=replace(
+                params,
+                seed=derive_seed(seed, "rollout", visit, item.name, sample),
+                grammar=item.prompt.grammar or params.grammar,
+            ),
             group=f"{visit}/{item.name}",
         )
         for item in items

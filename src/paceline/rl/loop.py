@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline.budget.steptime import plain_generation_seconds
 from paceline.config import Config
-from paceline.drafters import HistoryDrafter, make_drafter
+from paceline.drafters import history_of, make_drafter
 from paceline.engines.hf import HFEngine
 from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot, read_snapshot
@@ -40,6 +40,7 @@ from paceline.rl.policy import Policy
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
 from paceline.rl.timing import Clock, stop_after_step
+from paceline.sampling.grammar import Vocabulary
 from paceline.schema import PacelineError, Rollout, StepRecord
 from paceline.typed_yaml import load_by_path
 
@@ -91,7 +92,13 @@ class Run:
         self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt)
         self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt), config.rl, config.seed)
         self.learner = Learner(self.policy, config.rl, config.sampling.temperature)
-        self.drafter = make_drafter(config.drafter)
+        own = (item.prompt.grammar for item in (*self.curriculum.items, *self._eval_items))
+        grammars = [grammar for grammar in (config.sampling.grammar, *own) if grammar is not None]
+        #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
+        self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
+        vocabulary = Vocabulary(self.policy.tokenizer) if grammars else None
+        self.drafter = make_drafter(config.drafter, vocabulary=vocabulary)
+        self._history = history_of(self.drafter)
         self.engine = HFEngine(
             self.policy.engine_model(),
             drafter=self.drafter,
@@ -101,6 +108,7 @@ class Run:
             seed=config.seed,
             eos_ids=self.policy.eos_ids,
             decode=lambda tokens: self.policy.decode(np.asarray(tokens)),
+            tokenizer=vocabulary,
             refit_names=self.policy.refit_names(),
             verifier=None if config.engine.verifier is None else load_by_path(config.engine.verifier, "function"),
             allow_lossy=config.allow_lossy,
@@ -121,8 +129,8 @@ class Run:
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
         self._warn_if("lossy", lossy_run(self.engine.stats().lossy))
-        self._warn_if("law_shaped", shaped_law(self.config.sampling))
-        if isinstance(self.drafter, HistoryDrafter) and why_not():
+        self._warn_if("law_shaped", shaped_law(self._shaping))
+        if self._history is not None and why_not():
             self._warn("history_in_python", f"{why_not()}; drafts are the same, and take longer")
         if self._next_step == 0:
             write_prompts(self.out / folder.PROMPTS, [self._prompt_row(item) for item in self.curriculum.items])
@@ -292,8 +300,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on, and drop the old ones."""
         blobs = {}
-        if isinstance(self.drafter, HistoryDrafter):
-            blobs[HISTORY] = encode_snapshot(self.drafter.snapshot())
+        if self._history is not None:
+            blobs[HISTORY] = encode_snapshot(self._history.snapshot())
         saved = checkpoint.save(
             self.out / folder.CHECKPOINTS,
             self._next_step,
@@ -331,9 +339,9 @@ class Run:
             self.engine.controller.load_state(found.meta["budget"])
         except (KeyError, TypeError, ValueError) as error:
             self._warn("budget_lost", f"the checkpoint's record of what drafting brought is of no use ({error!r})")
-        if isinstance(self.drafter, HistoryDrafter) and HISTORY in found.blobs:
+        if self._history is not None and HISTORY in found.blobs:
             try:
-                self.drafter.restore(decode_snapshot(found.blobs[HISTORY]))
+                self._history.restore(decode_snapshot(found.blobs[HISTORY]))
             except SnapshotError as error:
                 self._warn("history_lost", f"{error}; history starts cold")
         self.tell(f"resumed after step {self._next_step - 1}")
@@ -341,15 +349,15 @@ class Run:
     def warm_start(self) -> None:
         """Start from the history that ``drafter.history.warm`` names, where it names one that can be used."""
         warm = self.config.drafter.history.warm
-        if warm is None or not isinstance(self.drafter, HistoryDrafter):
+        if warm is None or self._history is None:
             return
         try:
             file = history_file(Path(warm).expanduser())
-            self.drafter.restore(read_snapshot(file))
+            self._history.restore(read_snapshot(file))
         except SnapshotError as error:
             self._warn("history_lost", f"drafter.history.warm: {error}; history starts cold")
         else:
-            held = self.drafter.history
+            held = self._history.history
             self.tell(f"history starts warm, from {file}: {held.prompts} prompts, {held.tokens} tokens")
 
     def _warn_if(self, event: str, message: str | None) -> None:

@@ -2,7 +2,20 @@ import json
 
 import pytest
 
-from paceline.rl.tasks.function_call import Call, FunctionCall, Row, canonical, fits, grade_call, load_rows, prompt_text
+from paceline.rl.tasks.function_call import (
+    Call,
+    FunctionCall,
+    Row,
+    call_schema,
+    canonical,
+    fits,
+    grade_call,
+    load_rows,
+    prompt_text,
+)
+from paceline.sampling.grammar import Vocabulary
+from paceline.schema import Grammar, as_tokens
+from tiny_policies import byte_tokenizer
 
 AREA = Call("area.triangle", {"base": [10], "height": [5, 5.5], "unit": ["cm", ""]})
 
@@ -127,3 +140,61 @@ def test_the_task_rewards_its_own_answers():
         assert task.reward(prompt, task.answer(prompt)) == 1.0
         assert prompt.text.startswith("Function: ")
         assert prompt.text.endswith('{"name": ..., "arguments": {...}}')
+
+
+TOKENIZER = byte_tokenizer()
+WORDS = Vocabulary(TOKENIZER)
+
+
+def is_call(signature, text):
+    """Whether the grammar of ``signature`` allows ``text``, every byte of it, and to end there."""
+    matcher = WORDS.matcher(Grammar(kind="json_schema", text=call_schema(signature)))
+    allowed = matcher.allowed(as_tokens(TOKENIZER(text)["input_ids"]))
+    return allowed is not None and allowed.may_end
+
+
+SIGNATURE = "area.triangle(base: integer, height: float, unit?: string, sides?: array, exact?: boolean)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        ({"base": 10, "height": 5}, True),
+        ({"base": -10, "height": 5.25}, True),
+        ({"base": 1, "height": 2, "unit": 'São, "cm"', "sides": [1, "a", [2.5, True]], "exact": False}, True),
+        ({"base": 1, "height": 2, "exact": True}, True),
+        ({"base": 10}, False),
+        ({"height": 5, "base": 10}, False),
+        ({"base": 10.5, "height": 5}, False),
+        ({"base": "10", "height": 5}, False),
+        ({"base": 10, "height": 5, "unit": None}, False),
+        ({"base": 10, "height": 5, "unit": "m" * 101}, False),
+        ({"base": 10, "height": 5, "colour": "red"}, False),
+        ({"base": 10, "height": 5, "sides": {"a": 1}}, False),
+    ],
+)
+def test_the_schema_of_a_signature_types_its_arguments_and_knows_what_may_be_left_out(arguments, right):
+    assert is_call(SIGNATURE, canonical(Call("area.triangle", {k: [v] for k, v in arguments.items()}))) is right
+
+
+def test_the_schema_allows_no_other_name_and_no_other_spacing():
+    text = canonical(AREA)
+    assert is_call(SIGNATURE, text)
+    assert not is_call(SIGNATURE, text.replace("area.triangle", "area.circle"))
+    assert not is_call(SIGNATURE, text.replace(", ", ","))
+    assert not is_call(SIGNATURE, text + " ")
+    assert is_call("now()", '{"name": "now", "arguments": {}}')
+
+
+def test_the_schemas_of_the_real_rows_allow_their_right_calls():
+    refused = [row.row_id for row in load_rows() if fits(row) and not is_call(row.signature, canonical(row.call))]
+    # The data may leave out an argument of these two that their signatures require.
+    assert refused == ["simple_python_17", "simple_python_200"]
+
+
+def test_the_option_gives_every_prompt_the_grammar_of_its_own_signature():
+    task, plain = (FunctionCall(train_prompts=3, eval_prompts=2, grammar=grammar) for grammar in (True, False))
+    for prompt in (*task.prompts("train"), *task.prompts("eval")):
+        signature = prompt.text.splitlines()[0].removeprefix("Function: ")
+        assert prompt.grammar == Grammar(kind="json_schema", text=call_schema(signature))
+    assert {prompt.grammar for prompt in plain.prompts("train")} == {None}

@@ -5,15 +5,21 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from paceline.schema import Grammar
+
 Split = Literal["train", "eval"]
 
 
 class Prompt(msgspec.Struct, kw_only=True, frozen=True):
-    """One question. ``text`` is the user's message; ``data`` is whatever the task needs to judge the answer."""
+    """One question. ``text`` is the user's message; ``data`` is whatever the task needs to judge the answer.
+
+    ``grammar`` is what every answer to it must follow; None leaves it to ``sampling.grammar``.
+    """
 
     prompt_id: int
     text: str
     data: Any = None
+    grammar: Grammar | None = None
 
 
 class Task(Protocol):

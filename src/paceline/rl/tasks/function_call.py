@@ -10,11 +10,28 @@ import msgspec
 from paceline.rl.tasks.base import Prompt, Split
 from paceline.rl.tasks.data import fetch
 from paceline.rl.tasks.split import choose
+from paceline.schema import Grammar
 
 _FILES = ("BFCL_v4_simple_python.json", "BFCL_v4_live_simple.json")
 _INSTRUCTIONS = '\nAnswer with one JSON object and nothing else: {"name": ..., "arguments": {...}}'
 # About 80 tokens of a prompt and 48 of an answer in SmolLM2's vocabulary, without asking for a tokenizer.
 _MAX_PROMPT_SIZE, _MAX_ANSWER_SIZE = 280, 140
+
+_ARGUMENT = re.compile(r"(\w+)(\??): (\w+)")
+_AS_CANONICAL = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT = {"type": "string", "maxLength": 100}
+_INTEGER = {"type": "integer", "minimum": -(10**10), "maximum": 10**10}
+_SCALAR = {"anyOf": [_TEXT, {"type": "number"}, {"type": "boolean"}]}
+_LIST_OF = {"type": "array", "maxItems": 10}
+_LIST = {**_LIST_OF, "items": {"anyOf": [*_SCALAR["anyOf"], {**_LIST_OF, "items": _SCALAR}]}}
+_TYPES: dict[str, dict[str, Any]] = {
+    "string": _TEXT,
+    "integer": _INTEGER,
+    "float": {"type": "number"},
+    "boolean": {"type": "boolean"},
+    "array": _LIST,
+    "any": {"anyOf": [*_SCALAR["anyOf"], _LIST]},
+}
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -40,15 +57,23 @@ class FunctionCall:
     times the share of right arguments among those needed and those given (so an extra one costs), and 1.0 only for a
     call that is right in all. Key order, case and punctuation in texts, and 2 against 2.0 make no difference.
 
-    ``instructions`` puts the form of the answer into each prompt, for a policy that was not taught it.
+    ``instructions`` puts the form of the answer into each prompt, for a policy that was not taught it. With ``grammar``
+    an answer can be nothing but a call of the right form, see ``call_schema``.
     Raises DataError where the data cannot be fetched, ValueError where there are too few rows.
     """
 
     def __init__(
-        self, *, seed: int = 0, train_prompts: int = 16, eval_prompts: int = 16, instructions: bool = False
+        self,
+        *,
+        seed: int = 0,
+        train_prompts: int = 16,
+        eval_prompts: int = 16,
+        instructions: bool = False,
+        grammar: bool = False,
     ) -> None:
         self._rows = [row for row in load_rows() if fits(row)]
         self._suffix = _INSTRUCTIONS if instructions else ""
+        self._has_grammar = grammar
         keys = [row.row_id for row in self._rows]
         self._places: dict[Split, list[int]] = {
             "train": choose(keys, "train", train_prompts, seed),
@@ -58,7 +83,15 @@ class FunctionCall:
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """The requests of a split; ``data`` is the ``Call``."""
         rows = [(place, self._rows[place]) for place in self._places[split]]
-        return [Prompt(prompt_id=place, text=prompt_text(row) + self._suffix, data=row.call) for place, row in rows]
+        return [
+            Prompt(
+                prompt_id=place,
+                text=prompt_text(row) + self._suffix,
+                data=row.call,
+                grammar=Grammar(kind="json_schema", text=call_schema(row.signature)) if self._has_grammar else None,
+            )
+            for place, row in rows
+        ]
 
     def reward(self, prompt: Prompt, response: str) -> float:
         """How right the call is, between 0 and 1."""
@@ -95,6 +128,26 @@ def _signature(function: dict[str, Any]) -> str:
         f"{name}{'' if name in required else '?'}: {about['type']}" for name, about in parameters["properties"].items()
     )
     return f"{function['name']}({', '.join(parts)})"
+
+
+def call_schema(signature: str) -> str:
+    """The JSON schema of the calls that a signature allows, written as ``canonical`` writes them.
+
+    The function's name, then its arguments in the order of the signature, each of its type; those with ``?`` may be
+    left out. Only values are left to choose. Texts have at most 100 characters and lists ten items, so that calls end.
+    """
+    name, _, rest = signature.partition("(")
+    arguments = _ARGUMENT.findall(rest)
+    schema = _object(
+        {"name": {"const": name}, "arguments": _object({key: _TYPES[kind] for key, _, kind in arguments},
+                                                       [key for key, optional, _ in arguments if not optional])},
+        ["name", "arguments"],
+    )  # fmt: skip
+    return json.dumps({**schema, "x-guidance": _AS_CANONICAL})
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def prompt_text(row: Row) -> str:
