@@ -229,6 +229,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     drafts_prefetched: int = 0
     pass_seconds: float = 0.0
     plain_seconds: float = 0.0
+    lossy: tuple[str, ...] = ()
     events: dict[str, int] = {}
 
     def count(self, event: str, times: int = 1) -> None:
@@ -250,7 +251,6 @@ class StepRecord(msgspec.Struct, kw_only=True):
     acceptance: float
     drafted_per_forward: float
     policy_forwards: int
-    lossy: tuple[str, ...] = ()
     loss: float
     grad_norm: float
     lr: float
@@ -273,8 +273,8 @@ class StepRecord(msgspec.Struct, kw_only=True):
     prefetch_coverage: float = math.nan
     draft_seconds_share: float = math.nan
     identity: str = "not checked"
+    lossy: list[str] = []
     eval_reward: float = math.nan
     task_rewards: dict[str, float] = {}
     accept_lengths: list[int] = []
     events: dict[str, int] = {}
-    lossy: list[str] = []
