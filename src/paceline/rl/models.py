@@ -6,7 +6,6 @@ embedding wants (a GGUF interleaves the two halves of every head).
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -18,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from paceline.forward.pretrained import ModelError as ModelError
+from paceline.forward.pretrained import model_source
 from paceline.rl.tasks.data import cache_dir, fetch
-from paceline.schema import PacelineError
 
 SMOLLM2 = "smollm2-135m"
 #: Raise this number whenever the conversion writes something else: older cached models are then made anew.
@@ -47,10 +47,6 @@ _LAYER_NAMES = {
 _CONTROL_TOKEN = 3
 
 
-class ModelError(PacelineError):
-    """A model that cannot be had or used as asked; the message is one line."""
-
-
 def resolve_model(path: str) -> Path | str:
     """Where transformers finds the model: a directory, or a hub id handed through.
 
@@ -59,23 +55,7 @@ def resolve_model(path: str) -> Path | str:
     """
     if path == SMOLLM2:
         return smollm2_dir()
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ModelError(
-                f"policy.path={path}: no config.json in this directory; give a transformers model directory"
-            )
-        return directory
-    if directory.exists():
-        raise ModelError(f"policy.path={path}: this is a file; give the directory that holds config.json")
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) and not _parent_is_local(directory):
-        return path
-    raise ModelError(f"policy.path={path}: no such directory; give a model directory, a hub id, or {SMOLLM2}")
-
-
-def _parent_is_local(directory: Path) -> bool:
-    """Whether ``runs/x`` was meant as a path: its first part is a directory here."""
-    return len(directory.parts) > 1 and Path(directory.parts[0]).is_dir()
+    return model_source(path, "policy.path", f", or {SMOLLM2}")
 
 
 def smollm2_dir() -> Path:

@@ -5,17 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from paceline.config import PolicyConfig
+from paceline.config import Config, PolicyConfig
+from paceline.drafters import PolicyTraits
+from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
 from paceline.rl.scoring import Scorer
@@ -137,6 +136,16 @@ class Policy:
             ids |= set(stated) if isinstance(stated, (list, tuple)) else {stated}
         return tuple(sorted(int(i) for i in ids if i is not None))
 
+    def traits(self, config: Config) -> PolicyTraits:
+        """What a model that drafts for this policy in a run of ``config`` must know."""
+        return PolicyTraits(
+            vocabulary_size=int(self.model.config.get_text_config().vocab_size),
+            run_seed=config.seed,
+            eos_ids=self.eos_ids,
+            acceptance=config.engine.acceptance,
+            device=str(self.device),
+        )
+
     def state(self) -> dict[str, Tensor]:
         """Copies of what trains, by name, on the CPU."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self.trainable()}
@@ -167,7 +176,7 @@ class Policy:
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the merged model and its tokenizer as an ordinary transformers directory."""
-        with _no_progress_bars():
+        with no_progress_bars():
             self.engine_model().save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
@@ -188,39 +197,16 @@ def _device(name: str) -> torch.device:
         raise ModelError(f"policy.device={name}: not usable here ({reason}); set policy.device=auto") from None
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Within it transformers draws no bars of its own over those of the run."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
 def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (on the CPU, so that a LoRA's random start is the same on every device) and tokenizer."""
+    key, trust = "policy.path", config.trust_remote_code
     try:
-        with _no_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=config.trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"policy.path={config.path}: cannot be loaded as a causal language model: {reason}") from None
-    model, report = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        if report[problem]:
-            first = sorted(map(str, report[problem]))[0]
-            raise ModelError(f"policy.path={config.path}: {problem.replace('_keys', '')} tensor {first} in its weights")
-    return model, tokenizer
+        with no_progress_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = one_line(error)
+        raise ModelError(f"{key}={config.path}: cannot be loaded as a causal language model: {reason}") from None
+    return load_pretrained(source, key, config.path, config.dtype, trust), tokenizer
 
 
 def _merged_copy(adapter: PeftModel) -> PreTrainedModel:
