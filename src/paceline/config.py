@@ -158,19 +158,33 @@ class HistoryConfig(_Section):
         _require(self.warm != "", "warm", self.warm, "a snapshot or the folder of a run, or null for none")
 
 
+class DraftModelConfig(_Section):
+    """A small language model that drafts: its directory or hub id, and how many children a node of its backbone has."""
+
+    path: str = ""
+    width: int = 1
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.width <= 64, "width", self.width, "in [1, 64] (1 drafts chains)")
+
+
 class DrafterConfig(_Section):
     """Who drafts. ``budget`` is the most tokens drafted for one request in one pass.
 
     With ``forced``, what a request's grammar forces is drafted too; ``kind`` "forced" drafts nothing else.
     """
 
-    kind: Literal["none", "prompt_lookup", "history", "forced"] = "history"
+    kind: Literal["none", "prompt_lookup", "history", "draft_model", "forced"] = "history"
     budget: int = 16
     forced: bool = True
     history: HistoryConfig = msgspec.field(default_factory=HistoryConfig)
     prompt_lookup: PromptLookupConfig = msgspec.field(default_factory=PromptLookupConfig)
+    draft_model: DraftModelConfig = msgspec.field(default_factory=DraftModelConfig)
 
     def __post_init__(self) -> None:
+        is_named = self.kind != "draft_model" or bool(self.draft_model.path.strip())
+        _require(is_named, "draft_model.path", self.draft_model.path, "a model directory or a hub id")
         _require(self.budget >= 0, "budget", self.budget, ">= 0")
         _require(self.forced or self.kind != "forced", "forced", self.forced, "true where kind is forced")
 

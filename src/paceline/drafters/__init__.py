@@ -1,7 +1,7 @@
 """Who proposes: drafters behind one seam."""
 
 from paceline.config import DrafterConfig
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, PolicyTraits
 from paceline.drafters.forced import ForcedDrafter
 from paceline.drafters.history import HistoryDrafter
 from paceline.drafters.prefetch import PrefetchingDrafter
@@ -13,6 +13,7 @@ __all__ = [
     "Drafter",
     "ForcedDrafter",
     "HistoryDrafter",
+    "PolicyTraits",
     "PrefetchingDrafter",
     "PromptLookupDrafter",
     "history_of",
@@ -21,12 +22,16 @@ __all__ = [
 
 
 def make_drafter(
-    config: DrafterConfig, salt: int | None = None, vocabulary: Vocabulary | None = None
+    config: DrafterConfig,
+    salt: int | None = None,
+    vocabulary: Vocabulary | None = None,
+    policy: PolicyTraits | None = None,
 ) -> Drafter | None:
     """The drafter that a configuration asks for; None for ``none`` and for a budget of 0.
 
     ``salt`` keys the hashes that stand for prompts in snapshots; None draws one. ``vocabulary`` is given where requests
-    have grammars. PacelineError where the drafter needs one.
+    have grammars, ``policy`` where a model may draft. PacelineError where the drafter needs one that is not given, and
+    ModelError where its model cannot be used.
     """
     if config.kind == "none" or config.budget == 0:
         return None
@@ -36,7 +41,7 @@ def make_drafter(
                 "drafter.kind=forced drafts what a grammar forces, and there is no grammar; choose another"
             )
         return ForcedDrafter(None, vocabulary)
-    drafter = _unforced(config, salt)
+    drafter = _unforced(config, salt, vocabulary, policy)
     return ForcedDrafter(drafter, vocabulary) if config.forced and vocabulary is not None else drafter
 
 
@@ -46,7 +51,16 @@ def history_of(drafter: Drafter | None) -> HistoryDrafter | None:
     return inner if isinstance(inner, HistoryDrafter) else None
 
 
-def _unforced(config: DrafterConfig, salt: int | None) -> Drafter:
+def _unforced(
+    config: DrafterConfig, salt: int | None, vocabulary: Vocabulary | None, policy: PolicyTraits | None
+) -> Drafter:
+    if config.kind == "draft_model":
+        if policy is None:
+            raise PacelineError("drafter.kind=draft_model needs a policy whose vocabulary it shares; choose another")
+        # Only here, so that drafters without a model load no torch.
+        from paceline.drafters.draft_model import DraftModelDrafter
+
+        return DraftModelDrafter.from_config(config.draft_model, policy, vocabulary)
     if config.kind == "prompt_lookup":
         lookup = config.prompt_lookup
         return PromptLookupDrafter(lookup.min_match, lookup.max_match, lookup.factor, lookup.newest)

@@ -1,13 +1,17 @@
 """The seam between an engine and whoever proposes its drafts."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest
 
 
 class Drafter(Protocol):
-    """Proposes tokens; never sees the policy's noise. All calls come from the engine's thread, in order."""
+    """Proposes tokens. All calls come from the engine's thread, in order.
+
+    It never sees the policy's noise, but for a model that drafts under coupled acceptance (``drafters.draft_model``).
+    """
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests become known; siblings share ``group``."""
@@ -31,3 +35,17 @@ class Prefetcher(Protocol):
 
     def verifying(self, drafts: Sequence[Draft]) -> None:
         """The pass over these drafts begins now; returns at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTraits:
+    """What a drafter that is a language model itself must know of the policy and of how its drafts are verified.
+
+    ``run_seed`` is the engine's noise key, ``eos_ids`` end a response, ``device`` is where the policy runs.
+    """
+
+    vocabulary_size: int
+    run_seed: int
+    eos_ids: tuple[int, ...] = ()
+    acceptance: Literal["coupled", "rejection", "block"] = "coupled"
+    device: str = "cpu"

@@ -97,7 +97,7 @@ class Run:
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
         vocabulary = Vocabulary(self.policy.tokenizer) if grammars else None
-        self.drafter = make_drafter(config.drafter, vocabulary=vocabulary)
+        self.drafter = make_drafter(config.drafter, vocabulary=vocabulary, policy=self.policy.traits(config))
         self._history = history_of(self.drafter)
         self.engine = HFEngine(
             self.policy.engine_model(),
