@@ -6,6 +6,7 @@ generating functions are known exactly, position by position. ``martingale_test`
 of positions, ``paceline.audit.sequential`` watches it as it grows.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -24,9 +25,10 @@ _POSITIVE = _SMALLEST_TILT * 2.0 ** np.arange(_DOUBLINGS)
 TILTS: Floats = np.concatenate([-_POSITIVE[::-1], _POSITIVE])
 #: The same for surprise, whose moment generating function needs tilts above -1 to stay moderate.
 LAW_TILTS: Floats = TILTS[TILTS > -1]
-# The normal tail is used while the third moment could change it by less than e^0.25, at 3 deviations or further out.
-_NORMAL_CORRECTION = 0.25
-_NORMAL_AT = 3.0
+# A normal tail is justified as far out as its correction is at most e to this; if that is less far than so many
+# deviations, then nowhere.
+_LARGEST_CORRECTION = 1.0
+_LEAST_REACH = 3.0
 _SUM_TOLERANCE = 1e-6
 
 
@@ -141,10 +143,12 @@ def collisions(groups: Sequence[Sequence[Hashable]], logprobs: Sequence[Sequence
 def martingale_test(increments: Increments) -> Result:
     """Two-sided test that the values are centred, after a number of positions fixed beforehand.
 
-    The statistic is z = sum / sqrt(sum of variances). Its p-value is the normal tail, with half a lattice step taken
-    off, where that is sound: Cramer's first correction to a tail at z, exp(k z^3 / 6) with the relative third moment
-    k = sum E|X - m|^3 / (sum of variances)^1.5, is below 1.28 (and k that small at z = 3). Elsewhere it is one over
-    the mixed e-value of ``log_mixture``: a bound that holds for any number of positions and any laws (Markov).
+    The statistic is z = sum / sqrt(sum of variances). Its p-value is the smaller of two. One is the normal tail, half a
+    lattice step further in, times exp(k |z|^3 / 6): Cramer's first correction to the tail of a sum, with k =
+    sum E|X - m|^3 / (sum of variances)^1.5 for the skewness, so that it errs on the safe side. It is justified where
+    that factor is at most e, and counts no further out; where that is within 3 deviations it is not used. The other is
+    one over the mixed e-value of ``log_mixture``: a bound for any number of positions and any laws (Markov).
+    ``method`` says which.
     """
     finite_N = np.isfinite(increments.value_N)
     never = tuple(np.flatnonzero(~finite_N).tolist())
@@ -155,12 +159,16 @@ def martingale_test(increments: Increments) -> Result:
     if variance == 0:
         return Result(0.0, 1.0, draws, "nothing random to test")
     z = total / variance**0.5
-    skew = float(increments.third_N.sum()) / variance**1.5
-    if skew * max(abs(z), _NORMAL_AT) ** 3 / 6 < _NORMAL_CORRECTION:
-        beyond = max(abs(total) - increments.span / 2, 0.0) / variance**0.5
-        return Result(z, 2 * normal_sf(beyond), draws, "normal approximation")
     log_e = float(log_mixture(np.array(total), increments.cgf_NG.sum(0), increments.tilts_G))
-    return Result(z, min(1.0, float(np.exp(-log_e))), draws, "exponential bound")
+    bound = math.exp(min(-log_e, 0.0))
+    skewness = float(increments.third_N.sum()) / variance**1.5
+    reach = (6 * _LARGEST_CORRECTION / skewness) ** (1 / 3)
+    if reach >= _LEAST_REACH:
+        used = min(abs(z), reach)
+        tail = normal_sf(max(used - increments.span / 2 / variance**0.5, 0.0)) * math.exp(skewness * used**3 / 6)
+        if 2 * tail <= bound:
+            return Result(z, 2 * tail, draws, "normal tail, corrected")
+    return Result(z, bound, draws, "exponential bound")
 
 
 def log_mixture(total: Floats, cgf_G: Floats, tilts_G: Floats) -> Floats:

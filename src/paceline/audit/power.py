@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from paceline.audit.martingale import TILTS
+from paceline.audit.martingale import TILTS, Increments, indicator, martingale_test
 from paceline.audit.tails import binomial_cdf, binomial_sf, chi2_isf, chi2_sf, normal_isf, normal_sf, threshold
 from paceline.schema import PacelineError
 
@@ -95,12 +95,11 @@ class TwoSampleTest:
 
 @dataclass(frozen=True)
 class ProbabilityTest:
-    """The exact binomial test of a probability (a match, a stop); against a shift in the direction that hides better.
+    """The ``martingale_test`` of an indicator (a match, a stop); against a shift in the direction that hides better.
 
-    Where a shift would leave [0, 1] in one direction, the other one counts.
-
-    A sum over positions with different probabilities has a smaller variance than the same draws with their mean, so
-    giving the mean errs on the safe side, up to the lattice's steps.
+    Exact, for positions of one probability. A sum over different probabilities has a smaller variance than as many
+    draws with their mean, so giving the mean errs on the safe side. Where a shift would leave [0, 1] in one direction,
+    the other one counts.
     """
 
     draws: int
@@ -161,7 +160,7 @@ def smallest_deviation(design: Design, alpha: float, power: float) -> float:
 def draws_needed(design: Design, deviation: float, alpha: float, power: float) -> float:
     """How many draws (on each side, for two samples) catch ``deviation`` with probability ``power``; or infinity.
 
-    An exact binomial test's power is a saw-tooth in the draws: a few less may do as well by luck of rounding.
+    The power of a count is a saw-tooth in the draws: near this number a few more or less may do worse or better.
     """
     high = 1
     while design.resized(high).power(deviation, alpha) < power:
@@ -247,8 +246,16 @@ def _g_power(noncentrality: float, df: int, alpha: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _critical(draws: int, probability: float, alpha: float) -> tuple[int, int]:
-    """The binomial test rejects at counts up to the first and from the second on."""
-    counts = range(draws + 2)
-    low = bisect_left(counts, True, key=lambda k: binomial_cdf(k, draws, probability) > alpha / 2)
-    high = bisect_left(counts, True, key=lambda k: binomial_sf(k, draws, probability) <= alpha / 2)
-    return low - 1, high
+    """The test of a probability rejects at counts up to the first and from the second on."""
+    one = indicator([False], [probability])
+
+    def rejects(count: int) -> bool:
+        value_N = np.array([count - draws * probability])
+        terms = Increments(
+            value_N, draws * one.variance_N, draws * one.third_N, draws * one.cgf_NG, one.tilts_G, one.span
+        )
+        return martingale_test(terms).p_value <= alpha
+
+    mean = round(draws * probability)
+    low = bisect_left(range(mean + 1), True, key=lambda count: not rejects(count)) - 1
+    return low, bisect_left(range(mean, draws + 1), True, key=rejects) + mean
