@@ -89,6 +89,8 @@ def _default(field: msgspec.structs.FieldInfo, struct: type[msgspec.Struct] | No
     value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     if struct is not None:
         return ", ".join(f"`{name}`" for name in value) if isinstance(value, dict) else "null" if value is None else ""
+    if field.required:
+        return "must be given"
     if isinstance(value, float):
         return f"`{value:g}`"
     shown = yaml.safe_dump(msgspec.to_builtins(value), default_flow_style=True, width=1000)

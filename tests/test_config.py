@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from paceline.config import Config, ConfigError, LoraConfig, TaskConfig, dump_config, known_keys, load_config
-from paceline.schema import PacelineError, SamplingParams
+from paceline.schema import Grammar, PacelineError, SamplingParams
 
 
 @pytest.fixture
@@ -333,6 +333,11 @@ def test_an_override_that_is_no_yaml_is_refused():
     assert refusal(None, "out=[1").startswith("the override out=[1: not valid YAML")
 
 
+def test_what_a_grammar_needs_is_asked_for():
+    wanted = "sampling.grammar.text is missing; give it beside kind"
+    assert refusal(None, "sampling.grammar.kind=regex").endswith(wanted)
+
+
 # The effective configuration
 
 
@@ -342,7 +347,12 @@ FULL = Config(
     policy=msgspec.convert({"path": "1e-3", "lora": {"r": 4}, "chat": False}, type(Config().policy)),
     tasks={"a": TaskConfig(kind="my.mod:Task", options={"x": "no", "y": "1e5", "z": [1, None, 2.5e-7], "w": "0x1f"})},
     sampling=SamplingParams(
-        temperature=0.7, logit_bias={5: -2.0}, bad_words=((1, 2), (3,)), allowed_token_ids=(1, 2), stop=("\n", "a: b")
+        temperature=0.7,
+        logit_bias={5: -2.0},
+        bad_words=((1, 2), (3,)),
+        allowed_token_ids=(1, 2),
+        stop=("\n", "a: b"),
+        grammar=Grammar(kind="json_schema", text='{"type": "string"}', trigger=(4, 5)),
     ),
 )
 
@@ -357,7 +367,8 @@ def test_dumped_text_stays_text_for_readers_of_yaml_1_1():
 
 
 def test_every_known_key_but_the_refused_ones_is_in_the_dump():
-    dumped = yaml.safe_load(dump_config(Config(policy=msgspec.convert({"lora": {}}, type(Config().policy)))))
+    optional = {"policy": {"lora": {}}, "sampling": {"grammar": {"kind": "regex", "text": "a"}}}
+    dumped = yaml.safe_load(dump_config(msgspec.convert(optional, Config)))
     dumped["tasks"] = {"*": dumped["tasks"]["function_call"]}
 
     def dotted(tree, prefix=""):

@@ -229,6 +229,11 @@ class _Builder:
             if name not in hints:
                 raise ConfigError(f"{self._where(dotted)}: unknown key {dotted}{self._nearest(str(name), key, hints)}")
             built[name] = self.build(hints[name], below, dotted)
+        for field in msgspec.structs.fields(kind):
+            if field.required and field.name not in built:
+                raise ConfigError(
+                    f"{self._where(key)}: {key}.{field.name} is missing; give it beside {', '.join(built)}"
+                )
         try:
             return kind(**built)
         except ConfigError:
