@@ -40,14 +40,12 @@ def cut(
     if params.stop and decode is None:
         raise ValueError("stop strings need a tokenizer: give the engine `decode`, or use stop_token_ids")
     stops = set(stop_ids)
-    so_far = [int(token) for token in response]
-    for index, token in enumerate(emitted[:room]):
-        so_far.append(int(token))
-        if len(so_far) > params.min_tokens:
-            if int(token) in stops:
+    for index, token in enumerate(emitted[:room].tolist()):
+        if len(response) + index >= params.min_tokens:
+            if token in stops:
                 return Cut(index + 1, "stop")
             if params.stop and decode is not None:
-                text = decode(so_far)
+                text = decode([*response.tolist(), *emitted[: index + 1].tolist()])
                 found = [at for at in (text.find(stop) for stop in params.stop) if at >= 0]
                 if found:
                     return Cut(index + 1, "stop", text[: min(found)])

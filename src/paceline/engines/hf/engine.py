@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,11 +24,10 @@ from paceline.engines.hf.schedule import Scheduler, Share
 from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner
 from paceline.sampling.accept import Verdict, VerifyRow, accept
-from paceline.sampling.stops import Decode, cut
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
+from paceline.sampling.stops import Decode, cut
 from paceline.schema import EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
-
 
 Verifier = Callable[[torch.Tensor, Sequence[VerifyRow], int], list[Verdict]]
 """What decides a verifying pass, with the signature of ``sampling.accept.accept``."""
@@ -64,13 +64,13 @@ class HFEngine:
     ) -> None:
         self.config = config or EngineConfig()
         lossy = check_lossless("paceline", verification(self.config, verifier), allow_lossy=allow_lossy)
-        self._accept = verifier or accept
+        self._accept = verifier or partial(accept, acceptance=self.config.acceptance)
         self.drafter = drafter
         self.seed = seed
         self.decode = decode
         self._grammars = None if tokenizer is None else Vocabulary.of(tokenizer)
         self.table = StepTimeTable()
-        self._runner = Runner(model)
+        self._runner = Runner(model, invariant=self.config.invariant)
         own_limit = self._runner.context
         self.context = min(self.config.context or own_limit, own_limit)
         self._limits = Limits(self.context, self._runner.vocabulary, self.config.kv_tokens, decode is not None)
@@ -86,6 +86,7 @@ class HFEngine:
             budget=budget,
             context=self.context,
             vocabulary=self._runner.vocabulary,
+            coupled=self.config.acceptance == "coupled",
         )
         self._done: list[Rollout] = []
         self._closed = False
@@ -102,8 +103,8 @@ class HFEngine:
         model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(path)
         options.setdefault("decode", lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True))
-        return cls(model, **options)
         options.setdefault("tokenizer", tokenizer)
+        return cls(model, **options)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests; all of them are checked before any is queued.
@@ -220,10 +221,10 @@ class HFEngine:
             rows.append(PassRow(slot, row.cached, share.count, share.parents))
             if share.decodes:
                 keep.append(np.arange(offset + share.count - 1, offset + share.count + len(drafted)))
+                laws = (None, None) if share.draft is None else (share.draft.laws, share.draft.law_of)
+                prompt, response = row.request.prompt, row.response
                 verify.append(
-                    VerifyRow(
-                        row.request_id, row.spec, row.seed, row.request.prompt, row.response, drafted, share.parents
-                    )
+                    VerifyRow(row.request_id, row.spec, row.seed, prompt, response, drafted, share.parents, *laws)
                 )
             prefilled += share.count - 1 if share.decodes else share.count
             offset += share.count + len(drafted)

@@ -1,0 +1,88 @@
+"""What an audit found: every check with its evidence, what it could have seen, and the verdict."""
+
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["pass", "fail"]
+Verdict = Literal["lossless", "not lossless", "lossy by setting"]
+
+
+class Check(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One check of one case. ``says`` tells what was found, in one line.
+
+    Statistical checks have a ``p_value``, and the one ``adjusted`` for all statistical checks of the audit (Holm);
+    they fail where that is at most the audit's alpha. ``draws`` counts what was looked at.
+    """
+
+    name: str
+    case: str
+    outcome: Outcome
+    says: str
+    draws: int = 0
+    p_value: float | None = None
+    adjusted: float | None = None
+    statistic: float | None = None
+
+
+class Power(msgspec.Struct, kw_only=True):
+    """What a statistical check could have seen: the smallest deviations that it catches with these probabilities.
+
+    ``deviation`` says in which unit: total variation, or the shift of a probability.
+    """
+
+    name: str
+    case: str
+    draws: int
+    deviation: str
+    caught_half: float
+    caught_90: float
+    caught_99: float
+
+
+class Live(msgspec.Struct, kw_only=True):
+    """A sequential test over all positions of the audit: how strongly they speak against the law, looked at always."""
+
+    name: str
+    draws: int
+    log_e: float
+    peak_log_e: float
+    rejects: bool
+    stopped_at: int | None = None
+
+
+class Certificate(msgspec.Struct, kw_only=True):
+    """The result of an audit.
+
+    ``digest`` is a hash of every token that was emitted with speculation on: for an engine whose tokens are a function
+    of the seeds, whoever repeats the audit gets the same one.
+    """
+
+    subject: str
+    engine: str
+    settings: dict[str, str]
+    version: str
+    seed: int
+    alpha: float
+    verdict: Verdict
+    message: str
+    rollouts: int
+    tokens: int
+    drafted: int
+    accepted: int
+    seconds: float
+    digest: str
+    lossy: list[str]
+    checks: list[Check]
+    power: list[Power]
+    live: list[Live]
+
+    @property
+    def failed(self) -> list[Check]:
+        """The checks that failed."""
+        return [check for check in self.checks if check.outcome == "fail"]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the engine may be certified lossless."""
+        return 0 if self.verdict == "lossless" else 1

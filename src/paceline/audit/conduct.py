@@ -1,0 +1,140 @@
+"""What must hold for every single response, whatever its law: ends, records, counters, log-probabilities, equality."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.schema import EngineStats, Rollout, RolloutRequest, SamplingParams
+
+#: Two runs of a keyed engine may differ where the two best scores were this close: rounding decides.
+NEAR_TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the responses of a case are held to: the ids that stop, the longest sequence, ids below ``vocabulary``."""
+
+    stop_ids: tuple[int, ...]
+    context: int
+    vocabulary: int
+    decode: Callable[[Sequence[int]], str] | None = None
+
+
+def wrong_end(rollout: Rollout, params: SamplingParams, terms: Terms) -> str | None:
+    """What is wrong with where a response ends or with its tokens; None where nothing is."""
+    tokens, count = rollout.tokens, len(rollout.tokens)
+    limit = min(params.max_tokens, terms.context - len(rollout.prompt))
+    if count == 0 or count > limit:
+        return f"{count} tokens where 1 to {limit} are allowed"
+    if ((tokens < 0) | (tokens >= terms.vocabulary)).any():
+        return "a token outside the vocabulary"
+    stops = np.flatnonzero(np.isin(tokens, list(terms.stop_ids)) & (np.arange(count) >= params.min_tokens))
+    if len(stops) and stops[0] < count - 1:
+        return f"{count - 1 - int(stops[0])} tokens follow the stop at position {int(stops[0])}"
+    text, stopped = rollout.text, len(stops) > 0
+    if terms.decode is not None and text is not None:
+        whole = terms.decode(tokens.tolist())
+        found = [whole.find(stop) for stop in params.stop if stop in whole] if count > params.min_tokens else []
+        if text != (whole[: min(found)] if found and not stopped else whole):
+            return "text and tokens disagree"
+        stopped = stopped or bool(found)
+    if rollout.finish_reason != ("stop" if stopped else "length"):
+        return f"finish reason {rollout.finish_reason!r} after {count} of {limit} tokens"
+    if not stopped and count < limit:
+        return f"ended after {count} of {limit} tokens without a stop"
+    return None
+
+
+def wrong_record(rollout: Rollout) -> str | None:
+    """What is wrong with a rollout's arrays and counts; None where nothing is."""
+    count = len(rollout.tokens)
+    for name in ("logprobs", "raw_logprobs", "versions", "sources", "margins"):
+        held = len(getattr(rollout, name))
+        if held != count:
+            return f"{held} {name} for {count} tokens"
+    lengths = rollout.accept_lengths
+    if len(lengths) != rollout.forwards or int(lengths.sum()) != rollout.accepted:
+        claims = f"{rollout.accepted} accepted in {rollout.forwards}"
+        return f"accept_lengths say {int(lengths.sum())} accepted in {len(lengths)} passes, the rollout {claims}"
+    if rollout.accepted > min(rollout.drafted, count):
+        return f"{rollout.accepted} accepted of {rollout.drafted} drafted, {count} tokens"
+    if not count - 1 <= rollout.accepted + rollout.forwards - 1 <= count:
+        return f"{rollout.accepted} accepted in {rollout.forwards} passes cannot give {count} tokens"
+    if int((rollout.sources > 0).sum()) != rollout.accepted:
+        return f"{int((rollout.sources > 0).sum())} tokens have a drafter as source, {rollout.accepted} were accepted"
+    return None
+
+
+def wrong_counters(stats: EngineStats, rollouts: Sequence[Rollout]) -> str | None:
+    """What is wrong with the engine's counters after it made exactly these rollouts; None where nothing is."""
+    right = {
+        "tokens_emitted": sum(len(rollout.tokens) for rollout in rollouts),
+        "tokens_accepted": sum(rollout.accepted for rollout in rollouts),
+        "tokens_drafted": sum(rollout.drafted for rollout in rollouts),
+    }
+    for name, count in right.items():
+        if getattr(stats, name) != count:
+            return f"{name} is {getattr(stats, name)}, the responses say {count}"
+    return None
+
+
+def wrong_logprobs(
+    rollout: Rollout, params: SamplingParams, processed_T: np.ndarray, raw_T: np.ndarray, tolerance: float
+) -> str | None:
+    """The first log-probability that is not the witness's, (T,) each, within ``tolerance`` nats; None if all are."""
+    if rollout.logprob_mode != params.logprobs:
+        return f"mode {rollout.logprob_mode!r} where {params.logprobs!r} was asked for"
+    asked_T = raw_T if params.logprobs == "raw" else processed_T
+    for name, ours_T, right_T in (
+        ("logprobs", rollout.logprobs, asked_T),
+        ("raw_logprobs", rollout.raw_logprobs, raw_T),
+    ):
+        if len(ours_T) != len(right_T):
+            return f"{len(ours_T)} {name} for {len(right_T)} tokens"
+        # A token that the law excludes is another check's finding.
+        gap_T = np.where(np.isfinite(right_T), np.abs(ours_T - right_T), 0.0)
+        if not (gap_T <= tolerance).all():
+            at = int(np.flatnonzero(~(gap_T <= tolerance))[0])
+            return f"{name} at position {at}: {ours_T[at]:.6g}, teacher forcing gives {right_T[at]:.6g}"
+    return None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two runs of the same requests compare: differing responses that rounding explains, and the first it does not.
+
+    ``gap`` is the widest difference of a log-probability before the first different token.
+    """
+
+    compared: int
+    near_ties: int
+    first: str | None
+    gap: float
+
+
+def compare(a: Sequence[Rollout], b: Sequence[Rollout], near_tie: float = NEAR_TIE) -> Comparison:
+    """Compare responses token for token; only the first difference of a response is judged, by its margin."""
+    near_ties, first, gap = 0, None, 0.0
+    for ours, theirs in zip(a, b, strict=True):
+        shorter = min(len(ours.tokens), len(theirs.tokens))
+        differ = np.flatnonzero(ours.tokens[:shorter] != theirs.tokens[:shorter])
+        at = int(differ[0]) if len(differ) else shorter
+        equal = min(at, len(ours.logprobs), len(theirs.logprobs))
+        if equal:
+            gap = max(gap, float(np.abs(ours.logprobs[:equal] - theirs.logprobs[:equal]).max()))
+        if at == len(ours.tokens) == len(theirs.tokens):
+            if ours.finish_reason != theirs.finish_reason and first is None:
+                first = f"{ours.request_id} ends by {ours.finish_reason}, then by {theirs.finish_reason}"
+            continue
+        margins = [r.margins[at] for r in (ours, theirs) if at < min(len(r.margins), len(r.tokens))]
+        if margins and min(margins) <= near_tie and len(differ):
+            near_ties += 1
+        elif first is None:
+            first = f"{ours.request_id} differs at position {at}"
+    return Comparison(len(a), near_ties, first, gap)
+
+
+def samples_of(requests: Sequence[RolloutRequest]) -> int:
+    """How many responses the requests ask for."""
+    return sum(request.params.n for request in requests)

@@ -1,0 +1,151 @@
+"""What is audited: something that builds engines with speculation on and off, and a witness that knows the laws."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.audit.cases import Case, toy_cases
+from paceline.audit.conduct import Terms
+from paceline.audit.drafting import ToyDrafter
+from paceline.audit.engine import ToyEngine
+from paceline.audit.reference import reference_law
+from paceline.audit.tails import Floats
+from paceline.audit.toys import ToyPolicy, last_two
+from paceline.engines.base import Engine
+from paceline.sampling.accept import Acceptance, accept
+from paceline.schema import Rollout, RolloutRequest, SamplingParams
+
+#: (raw logits, probabilities of the processed law) of a response's T positions, (T, V) each.
+Laws = tuple[Floats, Floats]
+
+
+class AnyCase(Protocol):
+    """One batch of requests. ``cells`` as in ``cases.Case``."""
+
+    name: str
+    params: dict[str, Any]
+    cells: tuple[int, ...]
+
+    def make_requests(self, params: SamplingParams, seed: int) -> list[RolloutRequest]:
+        """The requests, a function of the audit's seed."""
+
+
+class Subject(Protocol):
+    """An engine under audit. ``keyed`` claims that tokens are a function of the seeds, whoever drafts.
+
+    ``tolerance`` is how far, in nats, a log-probability may be from the witness's.
+    """
+
+    name: str
+    engine_name: str
+    settings: dict[str, str]
+    keyed: bool
+    tolerance: float
+
+    def cases(self, scale: float) -> Sequence[Any]:
+        """What is asked; ``scale`` multiplies the number of requests."""
+
+    def engine(self, case: Any, speculate: bool, *, slots: int | None = None) -> Engine:
+        """A fresh engine; ``slots`` asks for another number of rows in a pass."""
+
+    def terms(self, case: Any, params: SamplingParams) -> Terms:
+        """What the case's responses are held to."""
+
+    def laws(self, case: Any, rollout: Rollout, params: SamplingParams) -> Laws | None:
+        """The witness's account of a response, by teacher forcing; None where there is no witness."""
+
+    def make_params(self, **fields: Any) -> SamplingParams:
+        """How sampling parameters are made for the engine."""
+
+
+Build = Callable[..., ToyEngine]
+"""(policy, drafter's law or None, **options) -> engine."""
+
+
+class ToySubject:
+    """A verifier on toy policies with analytic laws. ``build`` makes its engines; paceline's own by default."""
+
+    keyed: bool
+
+    def __init__(
+        self,
+        build: Build | None = None,
+        *,
+        name: str = "toy",
+        acceptance: Acceptance = "coupled",
+        keyed: bool | None = None,
+        make_params: Callable[..., SamplingParams] = SamplingParams,
+    ) -> None:
+        self.name = name
+        self.engine_name = "toy engine"
+        self.settings = {"acceptance": acceptance} if build is None else {}
+        self.keyed = acceptance == "coupled" if keyed is None else keyed
+        self.tolerance = 1e-6
+        self.make_params = make_params
+        self._build = build or builder(acceptance)
+        self._known: dict[tuple[str, int, int, bool], Floats] = {}
+
+    def cases(self, scale: float) -> list[Case]:
+        """The toy cases."""
+        return toy_cases(scale)
+
+    def engine(self, case: Case, speculate: bool, *, slots: int | None = None) -> ToyEngine:
+        """A toy engine on the case's policy."""
+        options = dict(case.options)
+        if slots is not None:
+            options["slots"] = slots
+        return self._build(case.policy, case.drafter if speculate else None, seed=17, **options)
+
+    def terms(self, case: Case, params: SamplingParams) -> Terms:
+        """The policy's stops; nothing is decoded."""
+        return Terms(case.policy.ends(params), case.options.get("context", 1 << 20), case.policy.vocabulary)
+
+    def laws(self, case: Case, rollout: Rollout, params: SamplingParams) -> Laws:
+        """Looked up in the policy's table and processed by the reference, which shares no code with the engine."""
+        policy, response = case.policy, rollout.tokens
+        raw_TV = policy.logits_along(rollout.prompt, response).double().numpy()
+        stops, looks_far = policy.ends(params), _looks_far(params)
+        law_TV = np.empty_like(raw_TV)
+        for t in range(len(response)):
+            if looks_far:
+                law_TV[t] = reference_law(raw_TV[t], params, rollout.prompt, response[:t], stops)
+                continue
+            a, b = last_two(rollout.prompt, response[:t])
+            key = (case.name, a, b, t < params.min_tokens)
+            if key not in self._known:
+                self._known[key] = reference_law(raw_TV[t], params, rollout.prompt, response[:t], stops)
+            law_TV[t] = self._known[key]
+        return raw_TV, law_TV
+
+
+def builder(acceptance: Acceptance) -> Build:
+    """Toy engines with paceline's own acceptance and a drafter that draws from a law of its own."""
+
+    def verify(logits_NV: Any, rows: Any, run_seed: int) -> Any:
+        return accept(logits_NV, rows, run_seed, acceptance)
+
+    def build(
+        policy: ToyPolicy,
+        drafter: ToyPolicy | None = None,
+        *,
+        depth: int = 4,
+        width: int = 1,
+        ragged: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> ToyEngine:
+        proposer = ToyDrafter(drafter, depth=depth, width=width, ragged=ragged, seed=seed) if drafter else None
+        return ToyEngine(policy, drafter=proposer, verify=verify, seed=seed, **options)
+
+    return build
+
+
+def _looks_far(params: SamplingParams) -> bool:
+    """Whether the law depends on more than the last two tokens and the length."""
+    return bool(
+        params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+        or any(len(word) > 2 for word in params.bad_words)
+    )
