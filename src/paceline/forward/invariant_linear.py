@@ -44,9 +44,11 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b over the last dimension of ``x``, float32."""
         rows_NI = x.reshape(-1, x.shape[-1])
-        parts = [self._piece(part) for part in rows_NI.split(ROWS[-1])] if len(rows_NI) else []
-        out_NO = torch.cat(parts) if len(parts) != 1 else parts[0]
-        return out_NO.view(*x.shape[:-1], self.layer.out_features)
+        shape = (*x.shape[:-1], self.layer.out_features)
+        if not len(rows_NI):
+            return x.new_empty(shape)
+        parts = [self._piece(part) for part in rows_NI.split(ROWS[-1])]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shape)
 
     def check(self) -> None:
         """Compare all of ``ROWS`` bit for bit; InvariantError where a row's result depends on their number."""
