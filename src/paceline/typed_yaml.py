@@ -231,9 +231,7 @@ class _Builder:
             built[name] = self.build(hints[name], below, dotted)
         for field in msgspec.structs.fields(kind):
             if field.required and field.name not in built:
-                raise ConfigError(
-                    f"{self._where(key)}: {key}.{field.name} is missing; give it beside {', '.join(built)}"
-                )
+                raise ConfigError(f"{self._where(key)}: {key}.{field.name} is missing")
         try:
             return kind(**built)
         except ConfigError:
