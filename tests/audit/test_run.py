@@ -13,7 +13,7 @@ CAUGHT_BY = {
     "noise": {"on against off", "replicas", "batch", "group diversity"},
     "logprobs": {"log-probabilities"},
     "ends": {"ends", "records", "length law"},
-    "counters": {"counters"},
+    "counters": {"counters", "records"},
     "errors": {"errors", "refusals"},
     "silent": {"speculation"},
 }

@@ -14,7 +14,8 @@ class Case:
     """One batch of requests on a toy policy. ``params`` are keyword arguments of ``SamplingParams``.
 
     ``options`` are those of the engine and its drafter. ``cells`` maps tokens to the cells of a test of their own, for
-    a policy whose tokens are too many to be told apart. ``seeded`` false leaves the seeds to the engine.
+    a policy whose tokens are too many to be told apart. ``seeded`` false leaves the seeds to the engine. ``drafted``
+    false audits the engine's own sampling: the rare tokens of a long tail are drawn where nothing is drafted.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     cells: tuple[int, ...] = ()
     seeded: bool = True
+    drafted: bool = True
 
     def make_requests(self, params: SamplingParams, seed: int) -> list[RolloutRequest]:
         """The case's requests; they differ in their noise and in the last tokens of their prompts."""
@@ -86,5 +88,5 @@ def toy_cases(scale: float = 1.0) -> list[Case]:
     rare = tail()
     parity = tuple(0 if token == 0 else 1 + token % 2 for token in range(rare.vocabulary))
     many = {"n": max(int(1024 * scale), 8), "max_tokens": 128}
-    cases.append(Case("tail", rare, toy_drafter(rare), 1, many, {"depth": 31, "budget": 31, "slots": 64}, cells=parity))
+    cases.append(Case("tail", rare, toy_drafter(rare), 1, many, {"slots": 256}, cells=parity, drafted=False))
     return cases

@@ -79,7 +79,7 @@ def audit(
 def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator, sums: _Sums) -> None:
     params = subject.make_params(**case.params)
     requests = case.make_requests(params, seed)
-    on = _run(subject, case, requests, sums, "speculation on", speculate=True)
+    on = _run(subject, case, requests, sums, "speculation on", speculate=case.drafted)
     if on is None:
         return
     rollouts, stats = on
@@ -94,8 +94,9 @@ def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator
     sums.checks += [
         _first("ends", case, [conduct.wrong_end(r, params, terms) for r in rollouts], rollouts),
         _first("records", case, [conduct.wrong_record(r) for r in rollouts], rollouts),
-        _speculated(case, stats),
     ]
+    if case.drafted:
+        sums.checks.append(_speculated(case, stats))
     if stats.tokens_emitted:
         sums.checks.append(_first("counters", case, [conduct.wrong_counters(stats, rollouts)], []))
     if not case.cells and (subject.keyed or subject.laws(case, rollouts[0], params) is None):

@@ -21,11 +21,12 @@ Laws = tuple[Floats, Floats]
 
 
 class AnyCase(Protocol):
-    """One batch of requests. ``cells`` as in ``cases.Case``."""
+    """One batch of requests. ``cells`` and ``drafted`` are those of ``cases.Case``."""
 
     name: str
     params: dict[str, Any]
     cells: tuple[int, ...]
+    drafted: bool
 
     def make_requests(self, params: SamplingParams, seed: int) -> list[RolloutRequest]:
         """The requests, a function of the audit's seed."""
