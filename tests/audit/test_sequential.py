@@ -118,7 +118,7 @@ def test_what_has_probability_zero_settles_it_for_good():
     path_N = sequential.update(indicator([False, True, False], [0.5, 0.0, 0.5]))
     assert path_N.tolist()[1:] == [math.inf, math.inf]
     assert (sequential.impossible, sequential.p_value, sequential.e_value) == (1, 0.0, math.inf)
-    sequential.update(indicator([False], [0.5]))
+    assert sequential.update(indicator([False], [0.5])).tolist() == [math.inf]
     assert sequential.rejects(1e-300)
 
 

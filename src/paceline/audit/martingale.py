@@ -196,11 +196,10 @@ def _surprise(tokens_N: Ints, law_NV: Floats, first: int) -> Increments:
     # Tilts double, so one exponential and then squares give P^tilt for all of them.
     power_NV = np.exp(_SMALLEST_TILT * log_NV)
     for tilt in _POSITIVE:
-        for sign, factor_NV in ((1, power_NV), (-1, 1 / power_NV if -tilt in LAW_TILTS else None)):
-            if factor_NV is not None:
-                total_N = np.log((law_NV * factor_NV).sum(1))
-                cgf_NG[:, sign * tilt == LAW_TILTS] = (total_N + sign * tilt * entropy_N)[:, None]
-        power_NV = power_NV * power_NV
+        cgf_NG[:, tilt == LAW_TILTS] = (np.log((law_NV * power_NV).sum(1)) + tilt * entropy_N)[:, None]
+        if -tilt in LAW_TILTS:
+            cgf_NG[:, -tilt == LAW_TILTS] = (np.log((law_NV / power_NV).sum(1)) - tilt * entropy_N)[:, None]
+        power_NV *= power_NV
     return Increments(value_N, variance_N, third_N, cgf_NG, LAW_TILTS)
 
 

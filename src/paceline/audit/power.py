@@ -54,7 +54,8 @@ class Design(Protocol):
 class LawTest:
     """A G-test of ``draws`` against a law of so many cells (after pooling); a lower bound, see the module.
 
-    The PIT's bins are cells too: a total variation d of the binned u is d at most in the tokens.
+    For ``uniformity`` the cells are the bins, and d is that of the binned u, at most that of the tokens' laws. For
+    ``pair_uniformity``, draws are pairs, cells are bins (bins - 1) + 1, and d is its mean over first bins.
     """
 
     draws: int
