@@ -29,7 +29,9 @@ SHOWS_IN = {
 
 
 def subject(target, **options):
-    return ToySubject(target.build, name=target.name, keyed=getattr(target, "base", target.name) == "paceline", **options)
+    return ToySubject(
+        target.build, name=target.name, keyed=getattr(target, "base", target.name) == "paceline", **options
+    )
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -38,3 +40,49 @@ def test_every_broken_engine_is_caught_at_the_default_size(name):
     found = audit(subject(broken, make_params=broken.make_params), only=[SHOWS_IN.get(name, "plain")])
     assert found.verdict == "not lossless"
     assert {check.name for check in found.failed} & CAUGHT_BY[broken.kind], [check.says for check in found.failed]
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_is_right_passes(name):  # field A18
+    cases = ["plain", "biased", "tree", "penalties", "cut", "five", "refusals"]
+    found = audit(subject(CONTROLS[name]), only=cases, scale=0.5)
+    assert found.verdict == "lossless", [check.says for check in found.failed]
+    assert found.exit_code == 0
+    assert found.accepted > 1000
+
+
+def test_the_whole_audit_passes_over_many_seeds_at_a_small_size():
+    for seed in range(4):
+        found = audit(ToySubject(), seed=seed, scale=0.02)
+        assert found.verdict == "lossless", [check.says for check in found.failed]
+        assert {check.case for check in found.checks} > {"groups", "tail", "greedy", "limit"}
+
+
+def test_the_digest_is_a_function_of_the_seed_and_of_nothing_else():
+    first, again, other = (audit(ToySubject(), seed=seed, only=["context"], scale=0.05) for seed in (0, 0, 1))
+    assert first.digest == again.digest != other.digest
+
+
+def test_an_unknown_case_is_one_line_with_the_known_ones():
+    with pytest.raises(PacelineError, match="no case 'contexts'; there are plain, heat"):
+        audit(ToySubject(), only=["contexts"])
+
+
+def test_every_row_of_the_power_table_is_monotone_and_finite():
+    found = audit(ToySubject(), only=["context", "plain"], scale=0.3)
+    assert {row.name for row in found.power} >= {"token law", "pair law", "stop law", "length law", "sharpness"}
+    for row in found.power:
+        assert 0 < row.caught_half <= row.caught_90 <= row.caught_99 <= 1
+
+
+def test_a_lossy_setting_is_a_verdict_of_its_own():
+    class Lossy(ToySubject):
+        def engine(self, case, speculate, *, slots=None):
+            made = super().engine(case, speculate, slots=slots)
+            made._stats.lossy = ("verifier=mine:typical",)
+            return made
+
+    found = audit(Lossy(), only=["plain"], scale=0.05)
+    assert found.verdict == "lossy by setting"
+    assert found.exit_code == 1
+    assert "verifier=mine:typical" in found.message

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-Outcome = Literal["pass", "fail"]
+Outcome = Literal["pass", "fail", "refused"]
 Verdict = Literal["lossless", "not lossless", "lossy by setting"]
 
 
@@ -12,7 +12,8 @@ class Check(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One check of one case. ``says`` tells what was found, in one line.
 
     Statistical checks have a ``p_value``, and the one ``adjusted`` for all statistical checks of the audit (Holm);
-    they fail where that is at most the audit's alpha. ``draws`` counts what was looked at.
+    they fail where that is at most the audit's alpha. ``draws`` counts what was looked at. ``refused``: the engine says
+    itself that it does not offer the parameters of the case, so nothing is certified about them.
     """
 
     name: str

@@ -113,8 +113,13 @@ class Comparison:
     gap: float
 
 
-def compare(a: Sequence[Rollout], b: Sequence[Rollout], near_tie: float = NEAR_TIE) -> Comparison:
-    """Compare responses token for token; only the first difference of a response is judged, by its margin."""
+def compare(
+    a: Sequence[Rollout], b: Sequence[Rollout], at_edge: Callable[[Rollout, int], bool], near_tie: float = NEAR_TIE
+) -> Comparison:
+    """Compare responses token for token; only the first difference of a response is judged.
+
+    Rounding explains it where a margin is at most ``near_tie``, or where a token is at the edge of a cut-off.
+    """
     near_ties, first, gap = 0, None, 0.0
     for ours, theirs in zip(a, b, strict=True):
         shorter = min(len(ours.tokens), len(theirs.tokens))
@@ -128,7 +133,7 @@ def compare(a: Sequence[Rollout], b: Sequence[Rollout], near_tie: float = NEAR_T
                 first = f"{ours.request_id} ends by {ours.finish_reason}, then by {theirs.finish_reason}"
             continue
         margins = [r.margins[at] for r in (ours, theirs) if at < min(len(r.margins), len(r.tokens))]
-        if margins and min(margins) <= near_tie and len(differ):
+        if len(differ) and (min(margins, default=near_tie + 1) <= near_tie or at_edge(ours, at) or at_edge(theirs, at)):
             near_ties += 1
         elif first is None:
             first = f"{ours.request_id} differs at position {at}"

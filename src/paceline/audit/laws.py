@@ -18,12 +18,15 @@ BINS, PAIR_BINS = 16, 8
 Designed = list[tuple[Check, Design | None]]
 
 
-def law_checks(case: str, evidence: Evidence) -> Designed:
-    """Tokens by probability and by id, pairs, sharpness, the likeliest token and stops, position by position."""
+def law_checks(case: str, evidence: Evidence, edges: int = 0) -> Designed:
+    """Tokens by probability and by id, pairs, sharpness, the likeliest token and stops, position by position.
+
+    ``edges`` tokens were left out, of which rounding decides whether they are inside a cut-off.
+    """
     if not evidence.draws:
         return []
     draws = evidence.draws
-    never = _never(case, evidence)
+    never = _never(case, evidence, edges)
     by_probability, by_id = (np.concatenate(part) for part in (evidence.by_probability, evidence.by_id))
     sequence = np.concatenate(evidence.sequence)
     surprise, likeliest = martingale.join(evidence.surprise), martingale.join(evidence.likeliest)
@@ -112,9 +115,9 @@ def _check(name: str, case: str, result: Result, says: str) -> Check:
                  statistic=float(result.statistic))  # fmt: skip
 
 
-def _never(case: str, evidence: Evidence) -> Check:
+def _never(case: str, evidence: Evidence, edges: int) -> Check:
     count = len(evidence.never)
-    says = "no emitted token has probability 0"
+    says = "no emitted token has probability 0" + (f", {edges} at a rounding edge left out" if edges else "")
     if count:
         sequence, position, token = evidence.never[0]
         says = f"{count} tokens of probability 0, the first {token} at position {position} of response {sequence}"

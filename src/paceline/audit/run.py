@@ -2,48 +2,27 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from paceline.audit import conduct, laws
-from paceline.audit.certificate import Certificate, Check, Live, Power, Verdict
+from paceline.audit.certificate import Certificate, Check
 from paceline.audit.evidence import Evidence
 from paceline.audit.martingale import join
-from paceline.audit.power import Design, power_table
 from paceline.audit.sequential import Sequential
-from paceline.audit.stats import holm
 from paceline.audit.subject import Subject
 from paceline.audit.toys import ToyPolicy, response_law
+from paceline.audit.verdict import Sums, certify
 from paceline.engines.base import Engine
-from paceline.engines.hf.intake import expand
+from paceline.engines.hf.intake import RequestError, expand
 from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest, SamplingParams, as_tokens
 
-#: The chance that an audit of a lossless engine fails by its statistical checks, all of them together, at most.
-ALPHA = 1e-3
-#: How many statistical checks the level is shared by at least, so that a part of an audit is as strict as the whole.
-FAMILY = 180
 _REFUSALS = "refusals"
 _IDLE_STEPS = 10_000
 _COMPARED = 64
 _ENTRIES_AT_ONCE = 1 << 21
 Progress = Callable[[str], None]
-
-
-@dataclass
-class _Sums:
-    checks: list[Check] = field(default_factory=list)
-    designs: list[tuple[Check, Design]] = field(default_factory=list)
-    live: dict[str, Sequential] = field(default_factory=dict)
-    digest: Any = field(default_factory=xxhash.xxh3_64)
-    rollouts: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    lossy: set[str] = field(default_factory=set)
 
 
 def audit(
@@ -64,7 +43,7 @@ def audit(
     if unknown:
         known = ", ".join([case.name for case in cases] + [_REFUSALS])
         raise PacelineError(f"the audit has no case {sorted(unknown)[0]!r}; there are {known}")
-    sums = _Sums()
+    sums = Sums()
     if not only or _REFUSALS in only:
         sums.checks += _refusals(subject)
     rng = np.random.default_rng(seed)
@@ -73,10 +52,10 @@ def audit(
             if on_progress is not None:
                 on_progress(case.name)
             _audit_case(subject, case, seed, rng, sums)
-    return _certificate(subject, sums, seed, time.perf_counter() - started)
+    return certify(subject, sums, seed, time.perf_counter() - started)
 
 
-def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator, sums: _Sums) -> None:
+def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator, sums: Sums) -> None:
     params = subject.make_params(**case.params)
     requests = case.make_requests(params, seed)
     on = _run(subject, case, requests, sums, "speculation on", speculate=case.drafted)
@@ -102,10 +81,10 @@ def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator
     if not case.cells and (subject.keyed or subject.laws(case, rollouts[0], params) is None):
         off = _run(subject, case, requests, sums, "speculation off", speculate=False)
         if off is not None and subject.keyed:
-            sums.checks.append(_equal("on against off", case, rollouts, off[0], subject.tolerance))
+            sums.checks.append(_equal("on against off", subject, case, params, rollouts, off[0]))
         elif off is not None:
             _add(sums, laws.on_off_checks(case.name, rollouts, off[0]))
-    _reruns(subject, case, requests, rollouts, sums)
+    _reruns(subject, case, params, requests, rollouts, sums)
     _judge_laws(subject, case, params, requests, rollouts, rng, sums)
 
 
@@ -116,7 +95,7 @@ def _judge_laws(
     requests: Sequence[RolloutRequest],
     rollouts: Sequence[Rollout],
     rng: np.random.Generator,
-    sums: _Sums,
+    sums: Sums,
 ) -> None:
     """Everything that the witness's laws say about the rollouts."""
     if subject.laws(case, rollouts[0], params) is None:
@@ -126,7 +105,7 @@ def _judge_laws(
     whole: dict[str, float] = {}
     terms = subject.terms(case, params)
     pieces: list[tuple[np.ndarray, ...]] = []
-    held = 0
+    held = edges = 0
     for index, rollout in enumerate(rollouts):
         if case.cells and index >= 4:
             wrong.append(None)  # every position has the same law; a few responses show the log-probabilities
@@ -144,14 +123,18 @@ def _judge_laws(
         whole[rollout.request_id] = float(processed_T.sum())
         if case.cells or params.temperature == 0:
             continue
-        pieces.append((rollout.tokens.astype(np.int64), law_TV, np.full(len(positions), index), positions))
+        # Where rounding decides whether a token is allowed, the witness's law says nothing about it.
+        at = [t for t in np.flatnonzero(processed_T == -np.inf) if subject.at_edge(case, rollout, int(t), params)]
+        edges += len(at)
+        kept = np.delete(positions, at)
+        pieces.append((rollout.tokens[kept].astype(np.int64), law_TV[kept], np.full(len(kept), index), kept))
         held += law_TV.size
         if held > _ENTRIES_AT_ONCE:
             _take_in(evidence, pieces, terms.stop_ids, rng)
             pieces, held = [], 0
     _take_in(evidence, pieces, terms.stop_ids, rng)
     sums.checks.append(_first("log-probabilities", case, wrong, rollouts))
-    _add(sums, laws.law_checks(case.name, evidence))
+    _add(sums, laws.law_checks(case.name, evidence, edges))
     for name, parts in (
         ("sharpness", evidence.surprise),
         ("likeliest token", evidence.likeliest),
@@ -207,7 +190,7 @@ def _run(
     subject: Subject,
     case: Any,
     requests: Sequence[RolloutRequest],
-    sums: _Sums,
+    sums: Sums,
     what: str,
     *,
     speculate: bool,
@@ -219,6 +202,10 @@ def _run(
         rollouts = generate(engine, requests)
         stats = engine.stats()
         engine.close()
+    except RequestError as error:
+        says = f"the engine does not offer this: {error}"
+        sums.checks.append(Check(name="refused", case=case.name, outcome="refused", says=says))
+        return None
     except Exception as error:  # noqa: BLE001  whatever an engine under audit raises is a finding about it
         says = f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         sums.checks.append(Check(name="errors", case=case.name, outcome="fail", says=says))
@@ -248,7 +235,12 @@ def generate(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Rollout
 
 
 def _reruns(
-    subject: Subject, case: Any, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout], sums: _Sums
+    subject: Subject,
+    case: Any,
+    params: SamplingParams,
+    requests: Sequence[RolloutRequest],
+    rollouts: Sequence[Rollout],
+    sums: Sums,
 ) -> None:
     """The same requests once more: in another engine, and in other company."""
     some = list(requests[: max(1, _COMPARED // requests[0].params.n)])
@@ -257,12 +249,12 @@ def _reruns(
     count = conduct.samples_of(some)
     first = _run(subject, case, some, sums, "run again", speculate=True)
     if first is not None:
-        sums.checks.append(_equal("replicas", case, rollouts[:count], first[0], subject.tolerance))
+        sums.checks.append(_equal("replicas", subject, case, params, rollouts[:count], first[0]))
     turned = _run(subject, case, some[::-1], sums, "in another order, 3 at a time", speculate=True, slots=3)
     if turned is not None:
         back = {rollout.request_id: rollout for rollout in turned[0]}
         same = [back[rollout.request_id] for rollout in rollouts[:count]]
-        sums.checks.append(_equal("batch", case, rollouts[:count], same, subject.tolerance))
+        sums.checks.append(_equal("batch", subject, case, params, rollouts[:count], same))
 
 
 def _refusals(subject: Subject) -> list[Check]:
@@ -310,82 +302,21 @@ def _speculated(case: Any, stats: EngineStats) -> Check:
     return Check(name="speculation", case=case.name, outcome="fail" if silent else "pass", says=says)
 
 
-def _equal(name: str, case: Any, a: Sequence[Rollout], b: Sequence[Rollout], tolerance: float) -> Check:
-    found = conduct.compare(a, b)
+def _equal(
+    name: str, subject: Subject, case: Any, params: SamplingParams, a: Sequence[Rollout], b: Sequence[Rollout]
+) -> Check:
+    found = conduct.compare(a, b, lambda rollout, position: subject.at_edge(case, rollout, position, params))
     if found.first is not None:
         return Check(name=name, case=case.name, outcome="fail", says=found.first, draws=found.compared)
-    if found.gap > 2 * tolerance:
+    if found.gap > 2 * subject.tolerance:
         says = f"equal tokens whose log-probabilities differ by {found.gap:.3g}"
         return Check(name=name, case=case.name, outcome="fail", says=says, draws=found.compared)
     says = f"{found.compared} responses equal" + (f", {found.near_ties} up to a near tie" if found.near_ties else "")
     return Check(name=name, case=case.name, outcome="pass", says=says, draws=found.compared)
 
 
-def _add(sums: _Sums, found: laws.Designed) -> None:
+def _add(sums: Sums, found: laws.Designed) -> None:
     for check, design in found:
         sums.checks.append(check)
         if design is not None:
             sums.designs.append((check, design))
-
-
-def _certificate(subject: Subject, sums: _Sums, seed: int, seconds: float) -> Certificate:
-    """Holm over all statistical checks, the power table at the level of one, and the verdict."""
-    weighed = [check for check in sums.checks if check.p_value is not None]
-    family = max(FAMILY, len(weighed))
-    p_values = [check.p_value for check in weighed if check.p_value is not None]
-    padded = holm(np.array(p_values + [1.0] * (family - len(weighed))))
-    for check, adjusted in zip(weighed, padded[: len(weighed)].tolist(), strict=True):
-        check.adjusted = adjusted
-        if adjusted <= ALPHA:
-            check.outcome = "fail"
-    live = [
-        Live(name=name, draws=test.draws, log_e=test.log_e, peak_log_e=test.peak_log_e,
-             rejects=test.rejects(ALPHA / max(len(sums.live), 1)))
-        for name, test in sums.live.items()
-    ]  # fmt: skip
-    verdict: Verdict
-    failed = [check for check in sums.checks if check.outcome == "fail"]
-    rejected = [test.name for test in live if test.rejects]
-    if sums.lossy:
-        verdict, message = "lossy by setting", f"lossy settings are on: {', '.join(sorted(sums.lossy))}"
-    elif failed or rejected:
-        names = sorted({check.name for check in failed} | {f"sequential {name}" for name in rejected})
-        verdict, message = "not lossless", f"{len(failed)} of {len(sums.checks)} checks failed: {', '.join(names)}"
-    else:
-        verdict, message = "lossless", f"all {len(sums.checks)} checks passed"
-    return Certificate(
-        subject=subject.name,
-        engine=subject.engine_name,
-        settings=subject.settings,
-        version=version("paceline"),
-        seed=seed,
-        alpha=ALPHA,
-        verdict=verdict,
-        message=message,
-        rollouts=sums.rollouts,
-        tokens=sums.tokens,
-        drafted=sums.drafted,
-        accepted=sums.accepted,
-        seconds=seconds,
-        digest=sums.digest.hexdigest(),
-        lossy=sorted(sums.lossy),
-        checks=sums.checks,
-        power=_power(sums.designs, ALPHA / family),
-        live=live,
-    )
-
-
-def _power(designs: Sequence[tuple[Check, Design]], alpha: float) -> list[Power]:
-    """Of every kind of check, what the case with the most draws could have seen, and the one with the fewest."""
-    extremes: dict[tuple[str, str], list[tuple[Check, Design]]] = {}
-    for check, design in sorted(designs, key=lambda found: -found[1].draws):
-        extremes.setdefault((check.name, design.measure), []).append((check, design))
-    rows = []
-    for found in extremes.values():
-        for check, design in found[:1] + found[1:][-1:]:
-            (row,) = power_table({check.name: design}, alpha, ())
-            rows.append(
-                Power(name=check.name, case=check.case, draws=row.draws, deviation=row.measure,
-                      caught_half=row.smallest[0.5], caught_90=row.smallest[0.9], caught_99=row.smallest[0.99])
-            )  # fmt: skip
-    return rows

@@ -59,6 +59,9 @@ class Subject(Protocol):
     def make_params(self, **fields: Any) -> SamplingParams:
         """How sampling parameters are made for the engine."""
 
+    def at_edge(self, case: Any, rollout: Rollout, position: int, params: SamplingParams) -> bool:
+        """Whether rounding of the logits decides if the token at a position is allowed at all."""
+
 
 Build = Callable[..., ToyEngine]
 """(policy, drafter's law or None, **options) -> engine."""
@@ -80,7 +83,7 @@ class ToySubject:
     ) -> None:
         self.name = name
         self.engine_name = "toy engine"
-        self.settings = {"acceptance": acceptance} if build is None else {}
+        self.settings: dict[str, str] = {"acceptance": acceptance} if build is None else {}
         self.keyed = acceptance == "coupled" if keyed is None else keyed
         self.tolerance = 1e-6
         self.make_params = make_params
@@ -118,6 +121,10 @@ class ToySubject:
                 self._known[key] = reference_law(raw_TV[t], params, rollout.prompt, response[:t], stops)
             law_TV[t] = self._known[key]
         return raw_TV, law_TV
+
+    def at_edge(self, case: Case, rollout: Rollout, position: int, params: SamplingParams) -> bool:  # noqa: ARG002
+        """Never: witness and engine have the same logits."""
+        return False
 
 
 def builder(acceptance: Acceptance) -> Build:

@@ -6,6 +6,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.assets import assets
+from paceline.cli.audit import audit
 from paceline.cli.cache import cache
 from paceline.cli.config import config
 from paceline.cli.diff import diff
@@ -15,7 +16,7 @@ from paceline.cli.train import train
 from paceline.cli.warmup import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for _command in (train, warmup, replay, diff, report, config, assets):
+for _command in (train, warmup, replay, audit, diff, report, config, assets):
     app.command()(_command)
 app.add_typer(cache, name="cache")
 
