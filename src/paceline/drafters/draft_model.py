@@ -138,6 +138,10 @@ class DraftModelDrafter:
         """The policy moved to ``version``; the drafter's own weights stay."""
         self._version = version
 
+    def close(self) -> None:
+        """Release the key-value memory and give the model back. Only while no request is in flight."""
+        self._runner.close()
+
     # A draft
 
     def _spec(self, request: RolloutRequest) -> Spec:
