@@ -1,11 +1,13 @@
 """A language model as drafter: no token changes under coupled acceptance, no law under rejection and block."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.audit.stats import g_test
 from paceline.config import BudgetConfig, DrafterConfig, DraftModelConfig, EngineConfig
@@ -13,11 +15,18 @@ from paceline.drafters import PolicyTraits, make_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engines.hf import HFEngine
 from paceline.forward.pretrained import ModelError
+from paceline.report.diff import diff_runs
+from paceline.rl.loop import train
+from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.keyed import block_logsumexp, keyed_sample
 from paceline.sampling.noise import signed64
 from paceline.sampling.processors import Spec, process
-from paceline.schema import Outcome, PacelineError, RolloutRequest, SamplingParams, as_tokens
+from paceline.schema import Grammar, Outcome, PacelineError, RolloutRequest, SamplingParams, as_tokens
 from tiny_models import ARCHITECTURES, VOCABULARY, tiny
+from tiny_policies import VOCABULARY as BYTES
+from tiny_policies import byte_tokenizer
+from tiny_policies import tiny_config as tiny_config_of
+from tiny_run import make_policy, tiny_config
 
 SEED = 3
 MODES = ("coupled", "rejection", "block")
@@ -69,10 +78,10 @@ def requests(count=6, max_tokens=20, group=2, **params):
     ]
 
 
-def engine_of(model, drafter=None, budget=5, eos_ids=(), mode="fixed", **config):
+def engine_of(model, drafter=None, budget=5, eos_ids=(), mode="fixed", grammars=None, **config):
     return HFEngine(
         model, drafter=drafter, budget=budget, budget_config=BudgetConfig(mode=mode), seed=SEED, eos_ids=eos_ids,
-        config=EngineConfig(**config),
+        tokenizer=grammars, config=EngineConfig(**config),
     )  # fmt: skip
 
 
@@ -100,6 +109,14 @@ def test_coupled_drafts_change_no_token_with_any_processor(kind, width):  # fiel
         assert [r.finish_reason for r in drafted] == [r.finish_reason for r in plain]
         assert stats.tokens_drafted > stats.row_forwards
         assert "draft_malformed" not in stats.events
+
+
+def test_an_adaptive_budget_picks_among_the_nodes_and_changes_no_token():
+    reqs = requests(8)
+    plain, _ = run(tiny(), reqs)
+    drafted, stats = run(tiny(), reqs, drafter_of(near(tiny(), 0.15), width=3), budget=12, mode="adaptive")
+    assert said(drafted) == said(plain)
+    assert stats.nodes_offered > stats.tokens_drafted
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -148,6 +165,28 @@ def test_more_children_are_accepted_more_often_and_stand_beside_the_backbone():
     assert draft.laws is None
 
 
+@pytest.mark.parametrize("acceptance", MODES)
+def test_a_grammar_binds_the_drafts_too_and_not_to_know_it_costs_acceptance_only(acceptance):
+    grammar = Grammar(kind="regex", text="(yes|no|yesno)[0-9]{1,3}( really)?")
+    words, eos = Vocabulary(byte_tokenizer()), 256
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config_of("llama"), dtype=torch.float64)
+    given = SamplingParams(grammar=grammar, max_tokens=30)
+    reqs = [RolloutRequest(request_id=f"r{i}", prompt=as_tokens([1, 2, i]), params=given) for i in range(4)]
+    shares, texts = [], []
+    for known in (words, None):
+        policy = traits(acceptance, vocabulary_size=BYTES, eos_ids=(eos,))
+        drafter = DraftModelDrafter(copy.deepcopy(model), policy, grammars=known)
+        rollouts, stats = run(
+            copy.deepcopy(model), reqs, drafter, eos_ids=(eos,), grammars=words, acceptance=acceptance
+        )
+        shares.append(stats.tokens_accepted / stats.tokens_drafted)
+        texts.append([byte_tokenizer().decode(rollout.tokens, skip_special_tokens=True) for rollout in rollouts])
+    assert shares[0] == 1.0 > shares[1]
+    assert all(re.fullmatch(grammar.text, text) for side in texts for text in side)
+    assert acceptance != "coupled" or texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_the_law_of_first_tokens_and_pairs_is_the_policys(acceptance):  # field A2, A3
     count, vocabulary = 2000, 6
@@ -173,8 +212,6 @@ def test_the_law_of_first_tokens_and_pairs_is_the_policys(acceptance):  # field 
 
 def tiny_laws(seed, vocabulary):
     """A tiny model of few tokens, so that pairs can be counted."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -332,13 +369,35 @@ def test_preemption_aborts_late_arrivals_and_refits_leave_the_others_alone_and_f
     assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
 
 
-def test_slots_are_reused_by_requests_that_come_later():
+def test_slots_change_hands_and_keep_what_is_cached_in_them():
     drafter = drafter_of(tiny())
-    reqs = requests(40, max_tokens=12)
+    reqs = [request for length in (12, 5, 19, 8) for request in requests(6, max_tokens=length)]
+    for number, request in enumerate(reqs):
+        request.request_id = str(number)
     plain, _ = run(tiny(), reqs)
-    rollouts, _ = run(tiny(), reqs, drafter, slots=4)
+    rollouts, stats = run(tiny(), reqs, drafter, slots=4)
     assert said(rollouts) == said(plain)
+    assert stats.tokens_accepted == stats.tokens_drafted > 0
     assert drafter._runner.kv.slots <= 4
+
+
+def test_a_request_that_has_gone_without_drafts_gives_its_slot_up_and_finds_another():
+    reqs = requests(6)
+    drafter = drafter_of(tiny(seed=9))
+    drafter.start(reqs)
+    names = [request.request_id for request in reqs]
+    alone = {name: drafter_of(tiny(seed=9)) for name in names}
+    for name, request in zip(names, reqs, strict=True):
+        alone[name].start([request])
+    for pair in (names[:2], names[2:4], names[4:], names[1:3], names[:2], names[3:5]):
+        for draft in drafter.propose(pair, 4):
+            (wanted,) = alone[draft.request_id].propose([draft.request_id], 4)
+            assert draft.tokens.tolist() == wanted.tokens.tolist()
+        assert len(drafter._slots) == 2
+        for name in pair:
+            outcome = Outcome(request_id=name, tokens=as_tokens([7, 8]), accepted=0, drafted=4)
+            drafter.commit([outcome])
+            alone[name].commit([outcome])
 
 
 def test_long_prompts_are_cached_in_passes_of_bounded_size():
@@ -383,6 +442,17 @@ def test_the_configuration_loads_a_model_from_its_directory(tmp_path):
     assert drafter.width == 2
     with pytest.raises(PacelineError, match="draft_model needs a policy"):
         make_drafter(config)
+
+
+def test_a_training_run_drafts_with_a_model_and_says_what_a_plain_run_says(tmp_path):  # field G8
+    policy = make_policy(tmp_path / "policy")
+    sides = {"none": [], "draft_model": [f"drafter.draft_model.path={policy}", "drafter.draft_model.dtype=float64"]}
+    for kind, own in sides.items():
+        fixed = ["policy.dtype=float64", "budget.mode=fixed", "rl.steps=2", f"drafter.kind={kind}", *own]
+        records = train(tiny_config(policy, tmp_path / kind, *fixed))
+    assert records[0].acceptance == 1.0  # the policy is its own drafter until it moves
+    assert records[0].tokens_per_forward > 3
+    assert diff_runs(tmp_path / "none", tmp_path / "draft_model").verdict == "identical"
 
 
 def test_a_tensor_missing_or_of_another_shape_is_named(tmp_path):  # field G6
