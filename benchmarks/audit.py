@@ -13,12 +13,11 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from broken.registry import BROKEN, CONTROLS  # noqa: E402
-
-from paceline.audit.run import audit  # noqa: E402
-from paceline.audit.stats import clopper_pearson  # noqa: E402
-from paceline.audit.subject import ToySubject  # noqa: E402
-from paceline.audit.verdict import ALPHA  # noqa: E402
+from broken.registry import BROKEN, CONTROLS
+from paceline.audit.run import audit
+from paceline.audit.stats import clopper_pearson
+from paceline.audit.subject import ToySubject
+from paceline.audit.verdict import ALPHA
 
 
 def subject(target):

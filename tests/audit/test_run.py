@@ -1,8 +1,8 @@
 """The audit passes what is right and catches every broken engine, for the reason it is broken."""
 
 import pytest
-from broken.registry import BROKEN, CONTROLS
 
+from broken.registry import BROKEN, CONTROLS
 from paceline.audit.run import audit
 from paceline.audit.subject import ToySubject
 from paceline.schema import PacelineError
@@ -52,7 +52,7 @@ def test_what_is_right_passes(name):  # field A18
 
 
 def test_the_whole_audit_passes_over_many_seeds_at_a_small_size():
-    for seed in range(4):
+    for seed in range(2):
         found = audit(ToySubject(), seed=seed, scale=0.02)
         assert found.verdict == "lossless", [check.says for check in found.failed]
         assert {check.case for check in found.checks} > {"groups", "tail", "greedy", "limit"}

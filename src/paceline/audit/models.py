@@ -66,7 +66,8 @@ class ModelSubject:
     """An engine that decodes a language model. ``build(speculate, slots)`` makes it.
 
     ``witness`` holds the weights once more, run in the plainest way, one response at a time; without it speculation on
-    and off are compared as two samples. ``keyed`` claims that tokens are a function of the seeds, whoever drafts.
+    and off are compared as two samples. ``keyed`` claims that tokens are a function of the seeds, whoever drafts, and
+    ``exact`` that engine and witness compute in float64, so that rounding explains nothing.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ModelSubject:
         decode: Decode | None,
         witness: PreTrainedModel | None,
         keyed: bool,
+        exact: bool = False,
         siblings: int = 8,
         max_tokens: int = 24,
     ) -> None:
@@ -90,7 +92,6 @@ class ModelSubject:
         self.engine_name = engine_name
         self.settings = settings
         self.keyed = keyed
-        exact = witness is not None and witness.dtype == torch.float64
         self.tolerance = 1e-9 if exact else 2e-3
         self.make_params: Callable[..., SamplingParams] = SamplingParams
         self._rounding = 1e-12 if exact else ROUNDING
@@ -179,7 +180,11 @@ def paceline_engines(
     decode: Decode,
     drafter: Callable[[], Drafter | None],
 ) -> Callable[[bool, int | None], Engine]:
-    """Builds the reference engine on ``model``, one at a time; its drafter has seen answers to the same prompts."""
+    """Builds the reference engine on ``model``, one at a time; its drafter has seen answers to the same prompts.
+
+    Whatever is drafted is verified, also where it does not pay: an audit is about what verification does.
+    """
+    verified = replace(config.budget, mode="fixed")
 
     def build(speculate: bool, slots: int | None) -> Engine:
         options = config.engine if slots is None else replace(config.engine, slots=slots)
@@ -187,7 +192,7 @@ def paceline_engines(
         if not speculate:
             return HFEngine(model, **common)
         proposer = drafter()
-        warm = HFEngine(model, drafter=proposer, budget=config.drafter.budget, budget_config=config.budget, **common)
+        warm = HFEngine(model, drafter=proposer, budget=config.drafter.budget, budget_config=verified, **common)
         warm.generate(
             [
                 RolloutRequest(request_id=f"warm/{index}/{sample}", prompt=prompt, params=SamplingParams(max_tokens=24))
@@ -196,7 +201,7 @@ def paceline_engines(
             ]
         )
         warm.close()
-        return HFEngine(model, drafter=proposer, budget=config.drafter.budget, budget_config=config.budget, **common)
+        return HFEngine(model, drafter=proposer, budget=config.drafter.budget, budget_config=verified, **common)
 
     return build
 
