@@ -39,13 +39,14 @@ def subject(policy, build, keyed, witness=True):
         decode=lambda ids: policy.decode(np.asarray(ids)),
         witness=policy.engine_model() if witness else None,
         keyed=keyed,
+        exact=keyed,
         siblings=6,
         max_tokens=12,
     )
 
 
-def ours(policy, config=None, **options):
-    build = paceline_engines(
+def ours(policy, config=None):
+    return paceline_engines(
         policy.engine_model(),
         config or load_config(None, ["engine.slots=8"]),
         [policy.encode_prompt(text) for text in PROMPTS[:4]],
@@ -53,7 +54,6 @@ def ours(policy, config=None, **options):
         decode=lambda ids: policy.decode(np.asarray(ids)),
         drafter=HistoryDrafter,
     )
-    return build
 
 
 def test_the_reference_engine_is_certified_with_its_tokens(policy):
