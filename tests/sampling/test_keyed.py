@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.sampling.keyed import BLOCK, block_logsumexp, greedy_sample, keyed_sample
+from paceline.sampling.keyed import BLOCK, block_logsumexp, coupled_candidates, greedy_sample, keyed_sample
 
 
 def sample(logits_NV, run=1, position=0):
@@ -53,6 +53,16 @@ def test_a_move_beyond_the_margin_can_change_the_token():
     moved = logits.clone()
     moved[torch.arange(2000), tokens] -= margins * 1.01
     assert (sample(moved)[0] != tokens).all()
+
+
+def test_nothing_overtakes_the_only_token_and_no_other_is_a_candidate():
+    logits = torch.full((50, BLOCK + 9), -torch.inf, dtype=torch.float64)
+    logits[:, 4] = 0.0
+    tokens, margins = sample(logits)
+    assert tokens.tolist() == [4] * 50
+    assert margins.isinf().all()
+    found = coupled_candidates(logits, 1, torch.arange(50), torch.zeros(50, dtype=torch.int64), 3)
+    assert found.tolist() == [[4, -1, -1]] * 50
 
 
 def test_greedy_takes_the_lowest_id_among_equals():

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.sampling import kernels
 from paceline.sampling.choose import Choice, choose
 from paceline.sampling.choose import DraftLawError as DraftLawError
 from paceline.sampling.keyed import block_logsumexp, greedy_sample, keyed_sample
@@ -77,12 +78,14 @@ def accept(
         drafted = layout.token_N[layout.path(n)].astype(np.int32)
         return row.prompt, np.concatenate([row.response, drafted])
 
-    processed_NV = process(logits_NV, specs_N, prefix)
+    # The kernels read half precision as it is; everything else is given a float32 copy of it.
+    is_read_as_it_is = kernels.serve(logits_NV) and all(spec.is_identity for spec in specs_N)
+    processed_NV = logits_NV if is_read_as_it_is else process(logits_NV, specs_N, prefix)
     blocks_NG = block_logsumexp(processed_NV)
     choice = None
     if acceptance != "coupled" and any(row.is_soft for row in rows):
         key_N = torch.from_numpy(draft_position(emitted_N, layout.node_N)).to(device)
-        choice = choose(processed_NV, rows, layout, acceptance == "block", run_seed, seed_N, key_N)
+        choice = choose(processed_NV, blocks_NG, rows, layout, acceptance == "block", run_seed, seed_N, key_N)
     sample_N, margin_N = _sample(
         processed_NV,
         blocks_NG,
@@ -136,13 +139,10 @@ def _sample(
     position_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What each position would emit, (N,) int64, and how near that was to something else; logits are processed."""
-    drawn_NV = logits_NV
-    if choice is not None:
-        drawn_NV, blocks_NG = logits_NV.clone(), blocks_NG.clone()
-        for parent_P, residual_PV in choice.residuals:
-            drawn_NV[parent_P] = residual_PV.to(drawn_NV.dtype)
-            blocks_NG[parent_P] = block_logsumexp(drawn_NV[parent_P])
-    sample_N, margin_N = keyed_sample(drawn_NV, blocks_NG, run_seed, seed_N, position_N)
+    sample_N, margin_N = keyed_sample(logits_NV, blocks_NG, run_seed, seed_N, position_N)
+    for laws in choice.laws if choice is not None else []:
+        at_P = laws.parent_P
+        sample_N[at_P], margin_N[at_P] = laws.sample(run_seed, seed_N[at_P], position_N[at_P])
     greedy_N = _greedy(specs_N, logits_NV.device)
     if greedy_N is not None:
         argmax_N, lead_N = greedy_sample(logits_NV)

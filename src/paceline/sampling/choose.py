@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from paceline.sampling import kernels
 from paceline.sampling.noise import MOST_SOFT_NODES, Purpose, uniforms
 from paceline.sampling.rows import Layout, VerifyRow
 from paceline.sampling.soft import Indices, Laws, SoftNodes, block_laws, rejection_laws
 from paceline.schema import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.sampling.kernels.launch import FusedLaws
 
 
 class DraftLawError(PacelineError):
@@ -20,19 +25,20 @@ class DraftLawError(PacelineError):
 class Choice:
     """What was decided at each of the N positions of a pass about the children that were drawn.
 
-    ``taken_N`` is the child that is kept, -1 where none is; then the token is sampled from ``residuals``: positions and
-    normalised log-probabilities. ``follows_N`` marks nodes that are kept where they equal the sample. ``margin_N`` is
+    ``taken_N`` is the child that is kept, -1 where none is; then the token is sampled from the residual of the
+    position, which ``laws`` hold. ``follows_N`` marks nodes that are kept where they equal the sample. ``margin_N`` is
     the distance, in log probability, of the closest decision.
     """
 
     taken_N: torch.Tensor
     follows_N: torch.Tensor
     margin_N: torch.Tensor
-    residuals: list[tuple[torch.Tensor, torch.Tensor]]
+    laws: "list[Laws | FusedLaws]"
 
 
 def choose(
     logits_NV: torch.Tensor,
+    blocks_NG: torch.Tensor,
     rows: Sequence[VerifyRow],
     layout: Layout,
     blockwise: bool,
@@ -40,7 +46,7 @@ def choose(
     seed_N: torch.Tensor,
     key_N: torch.Tensor,
 ) -> Choice:
-    """Decide about the drawn nodes of a pass; ``logits_NV`` are processed.
+    """Decide about the drawn nodes of a pass; ``logits_NV`` are processed, ``blocks_NG`` their block sums.
 
     With ``blockwise`` chains are decided as a whole, trees node by node as without. ``key_N`` are the nodes'
     ``noise.draft_position``s. Raises DraftLawError.
@@ -50,7 +56,7 @@ def choose(
         taken_N=torch.full((total,), -1, dtype=torch.int64, device=device),
         follows_N=torch.ones(total, dtype=torch.bool, device=device),
         margin_N=torch.full((total,), torch.inf, dtype=torch.float64, device=device),
-        residuals=[],
+        laws=[],
     )
     is_soft = [row.is_soft for row in rows]
     in_block = [soft and blockwise and row.is_chain for soft, row in zip(is_soft, rows, strict=True)]
@@ -58,24 +64,21 @@ def choose(
         if not any(chosen):
             continue
         soft = soft_nodes(rows, layout, np.flatnonzero(chosen), logits_NV.shape[1], points=as_block)
-        group_M, order_M = (layout.row_N[soft.node_M], layout.depth_N[soft.node_M]) if as_block else (None, None)
-        if group_M is not None and order_M is not None:
-            laws = block_laws(logits_NV, soft, group_M, order_M)
-        else:
-            laws = rejection_laws(logits_NV, soft)
-        _check(laws, soft, rows, layout)
-        choice.residuals.append((laws.parent_P, laws.residual_PV))
+        chains = (layout.row_N[soft.node_M], layout.depth_N[soft.node_M]) if as_block else None
+        laws = _laws(logits_NV, blocks_NG, soft, chains)
+        _check(laws.log_accept_M, soft, rows, layout)
+        choice.laws.append(laws)
         node_M, parent_M, order = (
             torch.from_numpy(index).to(device)
-            for index in (soft.node_M, soft.parent_M, soft.rank_M if order_M is None else order_M)
+            for index in (soft.node_M, soft.parent_M, soft.rank_M if chains is None else chains[1])
         )
         uniform_M = uniforms(run_seed, seed_N[node_M], key_N[node_M], {Purpose.ACCEPT: 1})[0][:, 0]
         ahead_M = laws.log_accept_M - uniform_M.log()
         choice.follows_N[node_M] = False
         choice.margin_N.scatter_reduce_(0, parent_M, ahead_M.abs(), "amin")
-        if group_M is not None:
+        if chains is not None:
             # The longest prefix that may be kept is, with every node above its end.
-            group = torch.from_numpy(group_M).to(device)
+            group = torch.from_numpy(chains[0]).to(device)
             last = torch.zeros(len(rows), dtype=torch.int64, device=device)
             last.scatter_reduce_(0, group, torch.where(ahead_M >= 0, order, 0), "amax")
             is_taken_M = order <= last[group]
@@ -120,8 +123,24 @@ def soft_nodes(rows: Sequence[VerifyRow], layout: Layout, chosen: Indices, vocab
     return SoftNodes(node_M, parent_M, layout.token_N[node_M], law_M, rank_M, torch.cat(laws))
 
 
-def _check(laws: Laws, soft: SoftNodes, rows: Sequence[VerifyRow], layout: Layout) -> None:
-    wrong = laws.log_accept_M.isnan()
+def _laws(
+    logits_NV: torch.Tensor, blocks_NG: torch.Tensor, soft: SoftNodes, chains: tuple[Indices, Indices] | None
+) -> "Laws | FusedLaws":
+    """The laws of block acceptance of ``chains`` (each node's chain and depth), of rejection without them."""
+    # Trees whose nodes have siblings are rare enough to do without a kernel.
+    if kernels.serve(logits_NV) and (chains is not None or not soft.rank_M.any()):
+        from paceline.sampling.kernels import launch
+
+        if chains is None:
+            return launch.rejection_laws(logits_NV, blocks_NG, soft)
+        return launch.block_laws(logits_NV, blocks_NG, soft, *chains)
+    if chains is None:
+        return rejection_laws(logits_NV, soft)
+    return block_laws(logits_NV, soft, *chains)
+
+
+def _check(log_accept_M: torch.Tensor, soft: SoftNodes, rows: Sequence[VerifyRow], layout: Layout) -> None:
+    wrong = log_accept_M.isnan()
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0, 0])
         node = soft.node_M[first]

@@ -8,13 +8,19 @@ V / BLOCK + BLOCK draws instead of V. G' may be the same for every block because
 
 import torch
 
+from paceline.sampling import kernels
 from paceline.sampling.noise import Purpose, gumbels
 
 BLOCK = 256
 
 
 def block_logsumexp(logits_NV: torch.Tensor) -> torch.Tensor:
-    """log-sum-exp of each vocabulary block, (N, ceil(V / BLOCK)), in the dtype of the logits."""
+    """log-sum-exp of each vocabulary block, (N, ceil(V / BLOCK)), in the dtype of the logits, at least float32."""
+    if kernels.serve(logits_NV):
+        from paceline.sampling.kernels import launch
+
+        return launch.block_logsumexp(logits_NV)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     n, vocabulary = logits_NV.shape
     whole = vocabulary // BLOCK * BLOCK
     parts = []
@@ -37,6 +43,10 @@ def keyed_sample(
     ``blocks_NG`` is ``block_logsumexp(logits_NV)``. Returns the tokens (N,) int64 and the margins (N,) float64: the
     smaller gap between the two best scores of either level. A token changes only if the logits move by half of it.
     """
+    if kernels.serve(logits_NV):
+        from paceline.sampling.kernels import launch
+
+        return launch.keyed_sample(logits_NV, blocks_NG, run_seed, request_seeds_N, positions_N)
     noise = _noise(logits_NV, run_seed, request_seeds_N, positions_N, (Purpose.BLOCK, Purpose.TOKEN), 1)
     return _pick(logits_NV, blocks_NG, *noise)
 
@@ -50,16 +60,16 @@ def coupled_candidates(
     stay behind it: the gap of their block to the best block plus their gap to the best token of their block.
     """
     blocks_NG = block_logsumexp(logits_NV)
-    noise = _noise(logits_NV, run_seed, request_seeds_N, positions_N, (Purpose.BLOCK, Purpose.TOKEN), 1)
     if count == 1:
-        return _pick(logits_NV, blocks_NG, *noise)[0][:, None]
-    block_noise_NG, token_noise_NS = noise
+        return keyed_sample(logits_NV, blocks_NG, run_seed, request_seeds_N, positions_N)[0][:, None]
+    purposes = (Purpose.BLOCK, Purpose.TOKEN)
+    block_noise_NG, token_noise_NS = _noise(logits_NV, run_seed, request_seeds_N, positions_N, purposes, 1)
     near = (blocks_NG.double() + block_noise_NG).topk(min(count, blocks_NG.shape[1]), dim=-1)
     ids_NKS = near.indices[..., None] * BLOCK + torch.arange(token_noise_NS.shape[1], device=logits_NV.device)
     score_NKS = _inside(logits_NV, ids_NKS.flatten(1)).view(ids_NKS.shape) + token_noise_NS[:, None]
     inside = score_NKS.topk(min(count, score_NKS.shape[-1]), dim=-1)
     behind_NKC = (near.values[:, :1] - near.values)[..., None] + inside.values[..., :1] - inside.values
-    behind_NK = behind_NKC.nan_to_num_(nan=torch.inf).flatten(1)
+    behind_NK = behind_NKC.nan_to_num_(nan=torch.inf, posinf=torch.inf).flatten(1)
     order_NC = behind_NK.argsort(dim=-1, stable=True)[:, :count]
     tokens_NC = ids_NKS.gather(2, inside.indices).flatten(1).gather(1, order_NC)
     # A token that the law excludes is no candidate.
@@ -75,11 +85,18 @@ def draw_candidates(
     """
     logits_NV = logits_NV.clone()
     purposes = (Purpose.DRAFT_BLOCK, Purpose.DRAFT_TOKEN)
-    block_noise, token_noise = _noise(logits_NV, run_seed, request_seeds_N, keys_N, purposes, count)
+    noise = None
+    if not kernels.serve(logits_NV):
+        noise = [n.chunk(count, 1) for n in _noise(logits_NV, run_seed, request_seeds_N, keys_N, purposes, count)]
     drawn = []
-    for block_noise_NG, token_noise_NS in zip(block_noise.chunk(count, 1), token_noise.chunk(count, 1), strict=True):
+    for draw in range(count):
         blocks_NG = block_logsumexp(logits_NV)
-        token_N, _ = _pick(logits_NV, blocks_NG, block_noise_NG, token_noise_NS)
+        if noise is None:
+            from paceline.sampling.kernels import launch
+
+            token_N, _ = launch.keyed_sample(logits_NV, blocks_NG, run_seed, request_seeds_N, keys_N, purposes, draw)
+        else:
+            token_N, _ = _pick(logits_NV, blocks_NG, noise[0][draw], noise[1][draw])
         drawn.append(token_N.masked_fill(blocks_NG.amax(-1) == -torch.inf, -1))
         logits_NV.scatter_(1, token_N[:, None], -torch.inf)
     return torch.stack(drawn, dim=1)
@@ -128,5 +145,5 @@ def _best(score_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return zero, torch.full(zero.shape, torch.inf, dtype=torch.float64, device=score_NK.device)
     values, indices = score_NK.topk(2, dim=-1)
     # Two masked entries leave -inf minus -inf; nothing can overtake then.
-    gap = (values[:, 0] - values[:, 1]).double().nan_to_num_(nan=torch.inf)
+    gap = (values[:, 0] - values[:, 1]).double().nan_to_num_(nan=torch.inf, posinf=torch.inf)
     return indices[:, 0], gap

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 _MASK32 = 0xFFFFFFFF
-_ROUNDS = 10
-_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 _INDEX_BITS = 24
 
 
@@ -50,16 +50,16 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tupl
     """Ten rounds of Philox4x32 on int64 arrays or tensors that hold 32-bit words; the shapes broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         # A 32 x 32 bit product wraps in a signed 64-bit integer, but its bits are right: mask after the shift.
-        product0, product1 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
             product1 & _MASK32,
             ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
             product0 & _MASK32,
         )
-        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+        k0, k1 = (k0 + WEYL[0]) & _MASK32, (k1 + WEYL[1]) & _MASK32
     return c0, c1, c2, c3
 
 
@@ -67,6 +67,17 @@ def signed64(seed: int) -> int:
     """The two's complement reading of a 64-bit seed, which is how an int64 tensor holds it."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed
+
+
+def signed32(word: int) -> int:
+    """The two's complement reading of the lowest 32 bits."""
+    word &= _MASK32
+    return word - (1 << 32) if word >> 31 else word
+
+
+def stream(purpose: Purpose) -> int:
+    """A purpose as it stands in the counter: above the index's bits."""
+    return int(purpose) << _INDEX_BITS
 
 
 def uniforms(
@@ -83,7 +94,7 @@ def uniforms(
             limit = 2 << _INDEX_BITS
             raise ValueError(f"cannot draw {count} uniforms for one position, purpose {purpose.name}: at most {limit}")
     pairs = [(count + 1) // 2 for count in draws.values()]
-    counters = [torch.arange(n, device=device) | (int(p) << _INDEX_BITS) for p, n in zip(draws, pairs, strict=True)]
+    counters = [torch.arange(n, device=device) | stream(p) for p, n in zip(draws, pairs, strict=True)]
     seeds, positions = request_seeds_N[:, None], positions_N[:, None]
     words = philox4x32(
         (torch.cat(counters)[None, :], positions & _MASK32, seeds & _MASK32, (seeds >> 32) & _MASK32),

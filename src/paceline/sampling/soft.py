@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.sampling.keyed import block_logsumexp, keyed_sample
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -52,13 +54,20 @@ class Laws:
     parent_P: torch.Tensor
     residual_PV: torch.Tensor
 
+    def sample(
+        self, run_seed: int, request_seeds_P: torch.Tensor, positions_P: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``keyed_sample`` of the residuals: tokens and margins, (P,)."""
+        blocks_PG = block_logsumexp(self.residual_PV)
+        return keyed_sample(self.residual_PV, blocks_PG, run_seed, request_seeds_P, positions_P)
+
 
 def rejection_laws(logits_NV: torch.Tensor, soft: SoftNodes) -> Laws:
     """The laws of rejection, children of one node tried in the order of their ranks."""
     device = logits_NV.device
     parents, slots = np.unique(soft.parent_M, return_inverse=True)
     parent_P = torch.from_numpy(parents).to(device)
-    dtype = torch.promote_types(logits_NV.dtype, soft.laws_LV.dtype)
+    dtype = _dtype(logits_NV, soft.laws_LV)
     residual_PV = torch.log_softmax(logits_NV[parent_P].to(dtype), dim=-1)
     # What is left of a law, by the parent whose children were drawn from it: rows may be shared.
     drawn_from, urns = np.unique(np.stack([soft.parent_M, soft.law_M]), axis=1, return_inverse=True)
@@ -87,7 +96,7 @@ def block_laws(logits_NV: torch.Tensor, soft: SoftNodes, chain_M: Indices, depth
     A law of -1 stands for a point mass on the node's token.
     """
     device = logits_NV.device
-    dtype = torch.promote_types(logits_NV.dtype, soft.laws_LV.dtype)
+    dtype = _dtype(logits_NV, soft.laws_LV)
     parent_M, token_M1, law_M = (
         torch.from_numpy(index).to(device) for index in (soft.parent_M, soft.token_M[:, None], soft.law_M)
     )
@@ -99,24 +108,45 @@ def block_laws(logits_NV: torch.Tensor, soft: SoftNodes, chain_M: Indices, depth
         q_MV = torch.where((law_M < 0)[:, None], point_MV, laws_LV[law_M.clamp(min=0)])
     q_M = q_MV.gather(1, token_M1)[:, 0]
     ratio_M = (p_MV.gather(1, token_M1)[:, 0] - q_M).double().masked_fill(q_M == -torch.inf, torch.nan)
+    prefixes = chain_prefixes(ratio_M, chain_M, depth_M)
+    residual_MV, log_s_M = _residual(p_MV + prefixes.before_M[:, None].to(dtype), q_MV, p_MV)
+    return Laws(chain_accept(prefixes, log_s_M, ratio_M), parent_M, residual_MV)
 
-    # p_i of every prefix: a walk of the log ratios' steps that is reflected at 0, all chains side by side.
+
+@dataclass(frozen=True)
+class Prefixes:
+    """log p_i of every prefix of C chains, and where each of the M nodes and the one before it stand."""
+
+    kept_CI: torch.Tensor
+    at: tuple[torch.Tensor, torch.Tensor]
+    before_M: torch.Tensor
+
+
+def chain_prefixes(log_ratio_M: torch.Tensor, chain_M: Indices, depth_M: Indices) -> Prefixes:
+    """p_i from the nodes' log p(x) / q(x): a walk of these steps that is reflected at 0, all chains side by side."""
+    device = log_ratio_M.device
     chains, slots = np.unique(chain_M, return_inverse=True)
-    longest = int(depth_M.max())
     at = torch.from_numpy(slots).to(device), torch.from_numpy(depth_M).to(device)
-    step_CI = torch.zeros((len(chains), longest + 1), dtype=torch.float64, device=device)
-    step_CI[at] = ratio_M
+    step_CI = torch.zeros((len(chains), int(depth_M.max()) + 1), dtype=torch.float64, device=device)
+    step_CI[at] = log_ratio_M
     walk_CI = step_CI.cumsum(1)
     kept_CI = walk_CI - walk_CI.cummax(1).values.clamp(min=0)
-    before_M = kept_CI[at[0], at[1] - 1]
+    return Prefixes(kept_CI, at, kept_CI[at[0], at[1] - 1])
 
-    residual_MV, log_s_M = _residual(p_MV + before_M[:, None].to(dtype), q_MV, p_MV)
+
+def chain_accept(prefixes: Prefixes, log_s_M: torch.Tensor, log_ratio_M: torch.Tensor) -> torch.Tensor:
+    """log h of each node's prefix, (M,) float64; ``log_s_M`` belongs to the prefix that ends before the node."""
+    slot_M, depth_M = prefixes.at
+    log_rejected_M = torch.log(-torch.expm1(prefixes.before_M))
     # h belongs to the node above: the one whose child m is.
-    log_h_M = (log_s_M - torch.logaddexp(log_s_M, torch.log(-torch.expm1(before_M)))).nan_to_num_(nan=-torch.inf)
-    log_h_CI = kept_CI.clone()
-    log_h_CI[at[0], at[1] - 1] = log_h_M
-    log_accept_M = log_h_CI[at].masked_fill(ratio_M.isnan(), torch.nan)
-    return Laws(log_accept_M, parent_M, residual_MV)
+    log_h_CI = prefixes.kept_CI.clone()
+    log_h_CI[slot_M, depth_M - 1] = (log_s_M - torch.logaddexp(log_s_M, log_rejected_M)).nan_to_num_(nan=-torch.inf)
+    return log_h_CI[prefixes.at].masked_fill(log_ratio_M.isnan(), torch.nan)
+
+
+def _dtype(logits_NV: torch.Tensor, laws_LV: torch.Tensor) -> torch.dtype:
+    """The dtype that holds both, at least float32."""
+    return torch.promote_types(torch.promote_types(logits_NV.dtype, laws_LV.dtype), torch.float32)
 
 
 def _residual(r_KV: torch.Tensor, q_KV: torch.Tensor, otherwise_KV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
