@@ -63,6 +63,18 @@ def test_the_reference_engine_is_certified_with_its_tokens(policy):
     assert found.drafted > 500
 
 
+def test_the_invariant_mode_is_certified_bit_for_bit_and_the_ordinary_one_is_not(tmp_path):
+    folder = save_tiny(tmp_path / "llama")
+    for invariant in (True, False):
+        config = load_config(None, [f"policy.path={folder}", f"engine.invariant={invariant}".lower(), "engine.slots=8"])
+        loaded = Policy.load(config.policy, 0)
+        audited = subject(loaded, ours(loaded, config), keyed=True)
+        audited.bitwise, audited.tolerance, audited._rounding = True, 2e-3, 1e-3
+        found = audit(audited, only=["plain", "cool"], scale=0.5)
+        names = {check.name for check in found.failed}
+        assert names == (set() if invariant else {"on against off", "batch"}), [check.says for check in found.failed]
+
+
 def test_transformers_assisted_generation_is_certified_by_its_law_and_what_it_refuses_is_named(policy):
     decode = lambda ids: policy.decode(np.asarray(ids))  # noqa: E731
     build = generate_engines(

@@ -104,13 +104,15 @@ def wrong_logprobs(
 class Comparison:
     """How two runs of the same requests compare: differing responses that rounding explains, and the first it does not.
 
-    ``gap`` is the widest difference of a log-probability before the first different token.
+    ``gap`` is the widest difference of a log-probability before the first different token; ``same_bits`` says that
+    log-probabilities and margins are equal bit for bit.
     """
 
     compared: int
     near_ties: int
     first: str | None
     gap: float
+    same_bits: bool
 
 
 def compare(
@@ -120,12 +122,14 @@ def compare(
 
     Rounding explains it where a margin is at most ``near_tie``, or where a token is at the edge of a cut-off.
     """
-    near_ties, first, gap = 0, None, 0.0
+    near_ties, first, gap, same_bits = 0, None, 0.0, True
     for ours, theirs in zip(a, b, strict=True):
         shorter = min(len(ours.tokens), len(theirs.tokens))
         differ = np.flatnonzero(ours.tokens[:shorter] != theirs.tokens[:shorter])
         at = int(differ[0]) if len(differ) else shorter
         equal = min(at, len(ours.logprobs), len(theirs.logprobs))
+        for name in ("logprobs", "raw_logprobs", "margins"):
+            same_bits &= np.array_equal(getattr(ours, name)[:equal], getattr(theirs, name)[:equal], equal_nan=True)
         if equal:
             gap = max(gap, float(np.abs(ours.logprobs[:equal] - theirs.logprobs[:equal]).max()))
         if at == len(ours.tokens) == len(theirs.tokens):
@@ -137,7 +141,7 @@ def compare(
             near_ties += 1
         elif first is None:
             first = f"{ours.request_id} differs at position {at}"
-    return Comparison(len(a), near_ties, first, gap)
+    return Comparison(len(a), near_ties, first, gap, same_bits)
 
 
 def samples_of(requests: Sequence[RolloutRequest]) -> int:

@@ -67,7 +67,8 @@ class ModelSubject:
 
     ``witness`` holds the weights once more, run in the plainest way, one response at a time; without it speculation on
     and off are compared as two samples. ``keyed`` claims that tokens are a function of the seeds, whoever drafts, and
-    ``exact`` that engine and witness compute in float64, so that rounding explains nothing.
+    ``exact`` that engine and witness compute in float64, so that rounding explains nothing. ``bitwise`` is the claim of
+    the invariant mode.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ModelSubject:
         witness: PreTrainedModel | None,
         keyed: bool,
         exact: bool = False,
+        bitwise: bool = False,
         siblings: int = 8,
         max_tokens: int = 24,
     ) -> None:
@@ -92,6 +94,7 @@ class ModelSubject:
         self.engine_name = engine_name
         self.settings = settings
         self.keyed = keyed
+        self.bitwise = bitwise
         self.tolerance = 1e-9 if exact else 2e-3
         self.make_params: Callable[..., SamplingParams] = SamplingParams
         self._rounding = 1e-12 if exact else ROUNDING

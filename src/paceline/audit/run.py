@@ -311,7 +311,11 @@ def _equal(
     if found.gap > 2 * subject.tolerance:
         says = f"equal tokens whose log-probabilities differ by {found.gap:.3g}"
         return Check(name=name, case=case.name, outcome="fail", says=says, draws=found.compared)
+    if subject.bitwise and (found.near_ties or not found.same_bits):
+        says = f"log-probabilities or margins differ in their last bits, {found.near_ties} tokens by a near tie"
+        return Check(name=name, case=case.name, outcome="fail", says=says, draws=found.compared)
     says = f"{found.compared} responses equal" + (f", {found.near_ties} up to a near tie" if found.near_ties else "")
+    says += ", bit for bit" if subject.bitwise else ""
     return Check(name=name, case=case.name, outcome="pass", says=says, draws=found.compared)
 
 

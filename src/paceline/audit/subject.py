@@ -35,13 +35,15 @@ class AnyCase(Protocol):
 class Subject(Protocol):
     """An engine under audit. ``keyed`` claims that tokens are a function of the seeds, whoever drafts.
 
-    ``tolerance`` is how far, in nats, a log-probability may be from the witness's.
+    ``tolerance`` is how far, in nats, a log-probability may be from the witness's. ``bitwise`` claims that runs which
+    promise equal tokens agree in every bit of their log-probabilities and margins too.
     """
 
     name: str
     engine_name: str
     settings: dict[str, str]
     keyed: bool
+    bitwise: bool
     tolerance: float
 
     def cases(self, scale: float) -> Sequence[Any]:
@@ -85,6 +87,7 @@ class ToySubject:
         self.engine_name = "toy engine"
         self.settings: dict[str, str] = {"acceptance": acceptance} if build is None else {}
         self.keyed = acceptance == "coupled" if keyed is None else keyed
+        self.bitwise = False
         self.tolerance = 1e-6
         self.make_params = make_params
         self._build = build or builder(acceptance)

@@ -89,7 +89,8 @@ def _power(designs: Sequence[tuple[Check, Design]], alpha: float) -> list[Power]
         extremes.setdefault((check.name, design.measure), []).append((check, design))
     rows = []
     for found in extremes.values():
-        for check, design in found[:1] + found[1:][-1:]:
+        most, fewest = found[0], found[-1]
+        for check, design in [most] if most[1].draws == fewest[1].draws else [most, fewest]:
             (row,) = power_table({check.name: design}, alpha, ())
             rows.append(
                 Power(name=check.name, case=check.case, draws=row.draws, deviation=row.measure,

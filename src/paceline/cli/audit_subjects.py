@@ -85,6 +85,7 @@ def subject_of(
         eos_ids=loaded.eos_ids,
         decode=decode,
         witness=loaded.engine_model() if witness else None,
+        bitwise=engine == "paceline" and config.engine.invariant,
         exact=engine == "paceline" and config.policy.dtype == "float64",
         keyed=engine == "paceline" and (config.engine.acceptance == "coupled" or config.drafter.kind != "draft_model"),
     )
