@@ -32,18 +32,19 @@ def processed(law: Callable[[np.ndarray, np.ndarray], torch.Tensor], params: Sam
 
 
 def emitted_law(
-    policy: Law, drafter: Law, parents: Sequence[int], points: dict[int, int], block: bool
+    policy: Law, drafter: Law, parents: Sequence[int], points: dict[int, int], block: bool, last: Sequence[int] = ()
 ) -> dict[Path, float]:
     """Probability of every sequence of (depth of the tree + 1) tokens: what the pass emits, continued by the policy.
 
     The draft is a tree with ``parents``; node n is the point mass ``points[n]``, or drawn from the drafter's law,
-    without replacement among its siblings. Where the law has no token left, neither the node nor any below is drafted.
+    without replacement among its siblings. Where the law has no token left, neither the node nor any below is drafted,
+    and nothing is drafted after a token of ``last`` (a drafter that stops at the end of a response).
     """
     depth = [0] * len(parents)
     for node, parent in enumerate(parents):
         depth[node] = 1 + (depth[parent] if parent >= 0 else 0)
     total: defaultdict[Path, float] = defaultdict(float)
-    for tokens, weight in _drafts(drafter, parents, points):
+    for tokens, weight in _drafts(drafter, parents, points, last):
         kept = [n for n, token in enumerate(tokens) if token >= 0]
         number = {-1: -1} | {n: index for index, n in enumerate(kept)}
         draft = [number[parents[n]] for n in kept], {number[n]: points[n] for n in kept if n in points}
@@ -69,13 +70,13 @@ def _paths(parents, tokens) -> list[Path]:
     return paths
 
 
-def _drafts(drafter, parents, points):
+def _drafts(drafter, parents, points, last):
     """Every assignment of tokens to the nodes, with its probability."""
     found = [((), 1.0)]
     for node, parent in enumerate(parents):
         grown = []
         for tokens, weight in found:
-            if parent >= 0 and tokens[parent] < 0:
+            if parent >= 0 and (tokens[parent] < 0 or tokens[parent] in last):
                 grown.append(((*tokens, -1), weight))
                 continue
             if node in points:

@@ -17,8 +17,8 @@ from toys import P, Q, constant, markov, total_variation
 CHAIN, FORK, TREE = [-1, 0, 1], [-1, -1], [-1, -1, 0, 0, 1]
 
 
-def worst(policy, drafter, parents, points=None, block=False):
-    law = emitted_law(policy, drafter, parents, points or {}, block)
+def worst(policy, drafter, parents, points=None, block=False, last=()):
+    law = emitted_law(policy, drafter, parents, points or {}, block, last)
     wanted = policy_law(policy, len(next(iter(law))))
     assert abs(sum(law.values()) - 1) < 1e-12
     return max(abs(law.get(path, 0.0) - wanted.get(path, 0.0)) for path in law.keys() | wanted.keys())
@@ -55,23 +55,28 @@ def trees(draw, most=4):
 
 
 @settings(max_examples=60, deadline=None)
-@given(trees(), params_of, params_of, st.integers(0, 10_000), st.booleans())
-def test_the_law_of_a_tree_is_the_policys_whatever_the_drafter_and_the_processors(tree, params, theirs, seed, sharp):
+@given(trees(), params_of, params_of, st.integers(0, 10_000), st.booleans(), st.sets(st.integers(0, 2), max_size=2))
+def test_the_law_of_a_tree_is_the_policys_whatever_the_drafter_and_the_processors(
+    tree, params, theirs, seed, sharp, last
+):
     parents, points = tree
     policy = processed(markov(3, seed), params)
     drafter = processed(markov(3, seed + 1, sharpness=6.0 if sharp else 1.0), theirs)
-    assert worst(policy, drafter, parents, points) < 1e-12
+    assert worst(policy, drafter, parents, points, last=last) < 1e-12
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), params_of, params_of, st.integers(0, 10_000), st.booleans(), st.sets(st.integers(0, 3)))
+@given(
+    st.integers(1, 4), params_of, params_of, st.integers(0, 10_000), st.booleans(), st.sets(st.integers(0, 3)),
+    st.sets(st.integers(0, 2), max_size=2),
+)  # fmt: skip
 def test_the_law_of_a_block_is_the_policys_whatever_the_drafter_and_the_processors(
-    length, params, theirs, seed, sharp, masses
+    length, params, theirs, seed, sharp, masses, last
 ):
     policy = processed(markov(3, seed), params)
     drafter = processed(markov(3, seed + 1, sharpness=6.0 if sharp else 1.0), theirs)
     points = {n: (seed + n) % 3 for n in masses if n < length}
-    assert worst(policy, drafter, chain_parents(length).tolist(), points, block=True) < 1e-12
+    assert worst(policy, drafter, chain_parents(length).tolist(), points, block=True, last=last) < 1e-12
 
 
 @pytest.mark.parametrize("block", [False, True])
