@@ -83,6 +83,26 @@ def test_a_hostile_drafter_costs_next_to_nothing(cost, rows, claim):  # field G1
     assert bench.plain / bench.seconds > 0.98
 
 
+def test_a_drafter_that_takes_ten_passes_to_propose_is_asked_twice_and_not_again_nearby():
+    bench = Bench(COSTS["mixed"], rows=32, propose=10 * COSTS["mixed"](32, 32), noise=0.05)
+    bench.run(40)
+    assert bench.asked == 2
+    for rows in range(31, 16, -1):  # the batch drains: buckets of their own, which nobody has asked in
+        bench.rows = rows
+        bench.run(8)
+    assert bench.asked == 2
+
+
+def test_a_drafter_whose_first_answer_is_dear_and_whose_later_ones_pay_is_kept():
+    """A draft model reads the prompts when it is asked for the first time."""
+    bench = Bench(COSTS["memory"], rows=8, accept=0.9, propose=12 * COSTS["memory"](8, 8))
+    while bench.asked == 0:
+        bench.one_pass()
+    bench.propose = 0.2 * COSTS["memory"](8, 8)
+    bench.run(100)
+    assert bench.run(100)["speedup"] > 2
+
+
 @pytest.mark.parametrize("claim", [None, 0.9])
 def test_probes_stay_rare_where_noise_hides_what_they_cost(claim):
     bench = Bench(lambda rows, tokens: 0.05 + 0.0005 * tokens, rows=1, claim=claim)

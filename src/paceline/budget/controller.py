@@ -23,6 +23,11 @@ _LEAST_WAIT, _LONGEST_WAIT = 16, 64
 #: What drafting brought is averaged over about 1 / (1 - _FADE) passes and judged from _JUDGED on.
 _FADE = 0.97
 _JUDGED = 4.0
+_NEVER = 1e18
+#: A drafter whose cheapest of two asks lost so many plain passes is not asked until it is judged.
+_DEAR = 2.0
+#: A bucket that was not judged yet believes the nearest one that was, within this factor of its rows.
+_NEAR = 2.0
 #: Plain passes' worth of time that a bucket may lose to learn that drafting does not pay, and the most it may save up.
 _FIRST_CREDIT = 1.0
 _MOST_CREDIT = 2.0
@@ -33,12 +38,13 @@ class _Ledger:
     """What drafting brought in one bucket of rows, in units of its plain pass.
 
     ``lost``, ``squares`` and ``passes`` are faded sums of seconds spent beyond what plain decoding of the same tokens
-    takes. ``credit`` is what probes may still lose; it grows with the time that the bucket runs.
+    takes; ``least`` is the smallest loss of a pass. ``credit`` is what probes may still lose; it grows with the time that the bucket runs.
     """
 
     passes: float = 0.0
     lost: float = 0.0
     squares: float = 0.0
+    least: float = _NEVER
     credit: float = _FIRST_CREDIT
     wait: int = 0
     since_plain: int = 0
@@ -48,10 +54,15 @@ class _Ledger:
         self.passes = self.passes * _FADE + 1
         self.lost = self.lost * _FADE + lost
         self.squares = self.squares * _FADE + lost * lost
+        self.least = min(self.least, lost)
+
+    @property
+    def is_judged(self) -> bool:
+        return self.passes >= _JUDGED or (self.passes > 1 and self.least > _DEAR)
 
     def loses(self, tolerance: float) -> bool:
         """Whether drafting costs more than ``tolerance`` of a plain pass on average, beyond the noise of the mean."""
-        if self.passes < _JUDGED:
+        if not self.is_judged:
             return False
         mean = self.lost / self.passes
         error = math.sqrt(max(self.squares / self.passes - mean * mean, 0.0) / self.passes)
@@ -116,8 +127,10 @@ class BudgetController:
             ledger = self._ledger(rows)
             if not self.table.knows_plain(rows) or ledger.since_plain >= ledger.plain_every:
                 kind = "plain"
-            elif ledger.loses(self.config.probe_share):
-                kind = "probe" if ledger.may_probe else "plain"
+            elif (judge := self._judge(rows, ledger)).loses(self.config.probe_share):
+                # Even the cheapest ask so far must be covered, a dear one by all that can be saved up.
+                covered = ledger.credit >= min(judge.least, _MOST_CREDIT)
+                kind = "probe" if ledger.may_probe and covered else "plain"
         return Plan(kind, rows)
 
     def choose(
@@ -222,6 +235,17 @@ class BudgetController:
             plan.kind = "probe"
             found = best(nodes, probs_N, min(max(rows // 4, 1), payable), weights)
         return found
+
+    def _judge(self, rows: int, own: _Ledger) -> _Ledger:
+        """The ledger to go by: the bucket's own, or that of a bucket nearby until it has one."""
+        if own.is_judged:
+            return own
+        near = [
+            (abs(math.log(other / rows)), other)
+            for other, ledger in self._ledgers.items()
+            if ledger.is_judged and 1 / _NEAR <= other / rows <= _NEAR
+        ]
+        return self._ledgers[min(near)[1]] if near else own
 
     def _ledger(self, rows: int) -> _Ledger:
         return self._ledgers.setdefault(bucket(rows), _Ledger())
