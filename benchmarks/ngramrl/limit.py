@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 import torch
 
+from paceline.engines.identity import first_difference
 from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner
 from paceline.report.metrics import ratio, rollout_metrics
 from paceline.report.trace import write_atomically
-from paceline.rl.identity import first_difference
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, as_tokens
 from paceline.simulate.drafters import drafter_by_name
 from paceline.simulate.logs import Recorded, Step, read_steps

@@ -18,9 +18,9 @@ import torch
 
 from paceline.config import DrafterConfig, HistoryConfig
 from paceline.drafters import make_drafter
+from paceline.engines.identity import first_difference
 from paceline.report.metrics import budget_metrics
 from paceline.report.trace import write_atomically
-from paceline.rl.identity import first_difference
 from paceline.schema import EngineStats
 from paceline.simulate.logs import read_steps
 from paceline.simulate.replay import Replay

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.audit.stats import g_test
 from paceline.config import BudgetConfig, DrafterConfig, DraftModelConfig, EngineConfig
-from paceline.drafters import PolicyTraits, make_drafter
+from paceline.drafters import PolicyTraits, PromptLookupDrafter, make_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engines.hf import HFEngine
+from paceline.engines.identity import check_identity
 from paceline.forward.pretrained import ModelError
 from paceline.report.diff import diff_runs
 from paceline.rl.loop import train
@@ -492,3 +493,15 @@ def test_a_drafter_whose_weights_are_not_numbers_drafts_nothing():
         rollouts, stats = run(tiny(), reqs, drafter_of(copy.deepcopy(broken), acceptance), acceptance=acceptance)
         assert stats.tokens_drafted == 0
         assert said(rollouts) == said(run(tiny(), reqs)[0])
+
+
+def test_acceptance_by_laws_gives_up_equal_tokens_only_where_drafts_were_drawn():
+    """Under rejection point masses are verified by the keyed sample, so a difference would be a violation there."""
+    for drafter, law_only in ((drafter_of(near(tiny(), 0.3), "rejection", 1), True), (PromptLookupDrafter(), False)):
+        reqs = requests(4, ignore_eos=True)
+        engine = HFEngine(tiny(), drafter=drafter, config=EngineConfig(acceptance="rejection"))
+        rollouts = engine.generate(reqs)
+        assert engine.stats().tokens_drafted > 0
+        assert engine.keeps_law_only == law_only
+        if not law_only:
+            assert check_identity(engine, reqs, rollouts).verdict == "identical"

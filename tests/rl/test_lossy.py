@@ -8,10 +8,10 @@ from rich.console import Console
 from paceline.config import Config, ConfigError, EngineConfig, load_config
 from paceline.engines.guard import LossyError
 from paceline.engines.hf import HFEngine
+from paceline.engines.identity import check_identity
 from paceline.report.diff import diff_runs
 from paceline.report.live import LiveView
 from paceline.report.trace import read_metrics, read_trace
-from paceline.rl.identity import check_identity
 from paceline.rl.loop import train
 from paceline.schema import EngineStats
 from paceline.simulate.run import replay_traces
@@ -138,8 +138,8 @@ def test_the_engine_takes_no_verifier_without_allow_lossy_and_none_that_it_was_n
 class Unequal:
     """An engine whose plain decoding gives other tokens, by a wide margin."""
 
-    def __init__(self, acceptance, lossy=()):
-        self.config = EngineConfig(acceptance=acceptance)
+    def __init__(self, keeps_law_only, lossy=()):
+        self.keeps_law_only = keeps_law_only
         self.lossy = lossy
 
     def plain(self):
@@ -153,19 +153,14 @@ class Unequal:
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "lossy", "verdict"),
-    [
-        ("coupled", (), "violation"),
-        ("rejection", (), "law only"),
-        ("block", (), "law only"),
-        ("block", ("verifier=x",), "violation"),
-    ],
+    ("keeps_law_only", "lossy", "verdict"),
+    [(False, (), "violation"), (True, (), "law only"), (True, ("verifier=x",), "violation")],
 )
-def test_the_identity_check_calls_nothing_a_violation_that_was_not_promised(acceptance, lossy, verdict):
-    found = check_identity(Unequal(acceptance, lossy), [None], [make_rollout([1, 2, 3])])
+def test_the_identity_check_calls_nothing_a_violation_that_was_not_promised(keeps_law_only, lossy, verdict):
+    found = check_identity(Unequal(keeps_law_only, lossy), [None], [make_rollout([1, 2, 3])])
     assert found.verdict == verdict
     assert len(found.differences) == 1
 
 
 def test_equal_tokens_are_identical_in_every_mode():
-    assert check_identity(Unequal("rejection"), [None], [make_rollout([1, 2, 4])]).verdict == "identical"
+    assert check_identity(Unequal(True), [None], [make_rollout([1, 2, 4])]).verdict == "identical"

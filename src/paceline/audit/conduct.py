@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.engines.identity import NEAR_TIE, first_difference
 from paceline.schema import EngineStats, Rollout, RolloutRequest, SamplingParams
-
-#: Two runs of a keyed engine may differ where the two best scores were this close: rounding decides.
-NEAR_TIE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -125,19 +123,20 @@ def compare(
     near_ties, first, gap, same_bits = 0, None, 0.0, True
     for ours, theirs in zip(a, b, strict=True):
         shorter = min(len(ours.tokens), len(theirs.tokens))
-        differ = np.flatnonzero(ours.tokens[:shorter] != theirs.tokens[:shorter])
-        at = int(differ[0]) if len(differ) else shorter
-        equal = min(at, len(ours.logprobs), len(theirs.logprobs))
+        at = first_difference(ours, theirs)
+        equal = min(shorter if at is None else at, len(ours.logprobs), len(theirs.logprobs))
         for name in ("logprobs", "raw_logprobs", "margins"):
             same_bits &= np.array_equal(getattr(ours, name)[:equal], getattr(theirs, name)[:equal], equal_nan=True)
         if equal:
             gap = max(gap, float(np.abs(ours.logprobs[:equal] - theirs.logprobs[:equal]).max()))
-        if at == len(ours.tokens) == len(theirs.tokens):
+        if at is None:
             if ours.finish_reason != theirs.finish_reason and first is None:
                 first = f"{ours.request_id} ends by {ours.finish_reason}, then by {theirs.finish_reason}"
             continue
         margins = [r.margins[at] for r in (ours, theirs) if at < min(len(r.margins), len(r.tokens))]
-        if len(differ) and (min(margins, default=near_tie + 1) <= near_tie or at_edge(ours, at) or at_edge(theirs, at)):
+        if at < shorter and (
+            min(margins, default=near_tie + 1) <= near_tie or at_edge(ours, at) or at_edge(theirs, at)
+        ):
             near_ties += 1
         elif first is None:
             first = f"{ours.request_id} differs at position {at}"

@@ -38,7 +38,8 @@ class _Ledger:
     """What drafting brought in one bucket of rows, in units of its plain pass.
 
     ``lost``, ``squares`` and ``passes`` are faded sums of seconds spent beyond what plain decoding of the same tokens
-    takes; ``least`` is the smallest loss of a pass. ``credit`` is what probes may still lose; it grows with the time that the bucket runs.
+    takes; ``least`` is the smallest loss of a pass. ``credit`` is what probes may still lose; it grows with the time
+    that the bucket runs.
     """
 
     passes: float = 0.0

@@ -14,6 +14,7 @@ from paceline.budget.steptime import plain_generation_seconds
 from paceline.config import Config
 from paceline.drafters import history_of, make_drafter
 from paceline.engines.hf import HFEngine
+from paceline.engines.identity import Identity, check_identity
 from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot, read_snapshot
 from paceline.report.html import write_report
@@ -32,7 +33,6 @@ from paceline.report.trace import (
 from paceline.rl import checkpoint, folder
 from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
 from paceline.rl.grpo import overlong_penalty
-from paceline.rl.identity import Identity, check_identity
 from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law

@@ -179,6 +179,11 @@ class HFEngine:
         return bool(self._queue.running or self._queue.waiting or self._done)
 
     @property
+    def keeps_law_only(self) -> bool:
+        """Whether drafts were verified by the laws they were drawn from: tokens then depend on the drafter."""
+        return self._scheduler.used_laws
+
+    @property
     def version(self) -> int:
         """The version of the weights that decode now."""
         return self._stats.weight_version

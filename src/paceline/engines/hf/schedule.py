@@ -77,6 +77,7 @@ class Scheduler:
         self.context = context
         self.vocabulary = vocabulary
         self.coupled = coupled
+        self.used_laws = False
         self._stats = stats
         self.lengths = Lengths()
         self._weights: dict[str, float] = {}
@@ -205,4 +206,5 @@ class Scheduler:
                 f"request {draft.request_id}: token {token} was drawn for it, the policy's vocabulary is "
                 f"{self.vocabulary}; drafter and policy must share it"
             )
+        self.used_laws = True
         return msgspec.structs.replace(draft, law_of=as_tokens(law_of), probs=None), min(budget, MOST_SOFT_NODES)

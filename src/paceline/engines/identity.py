@@ -25,7 +25,8 @@ class Identity:
 def check_identity(engine: HFEngine, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> Identity:
     """Decode ``requests`` plainly with the same weights and compare with their speculative ``rollouts``.
 
-    Rejection and block acceptance of soft drafts keep the law, not the tokens: what differs there is no violation.
+    Rejection and block acceptance of drafts that were drawn keep the law, not the tokens: what differs there is no
+    violation.
     """
     started = time.perf_counter()
     with engine.plain():
@@ -39,7 +40,7 @@ def check_identity(engine: HFEngine, requests: Sequence[RolloutRequest], rollout
             margins.append(margin)
             differences.append(f"{ours.request_id} differs at position {at}, margin {margin:.2g}")
     verdict = "identical" if not margins else "near ties" if max(margins) <= NEAR_TIE else "violation"
-    if verdict == "violation" and engine.config.acceptance != "coupled" and not engine.stats().lossy:
+    if verdict == "violation" and engine.keeps_law_only and not engine.stats().lossy:
         verdict = "law only"
     return Identity(verdict, seconds, tuple(differences))
 
