@@ -284,3 +284,13 @@ def test_the_tilts_of_laws_are_those_above_minus_one():
     assert LAW_TILTS.min() == -0.5
     assert LAW_TILTS.max() == TILTS.max() == 4
     assert np.array_equal(TILTS, -TILTS[::-1])
+
+
+def test_a_uniform_law_has_no_surprises_but_equal_siblings_have():
+    law = np.full((500, 1000), 1e-3)
+    tokens = np.arange(500) % 1000
+    assert martingale_test(surprise(tokens, law)).method == "nothing random to test"
+    siblings, logprob = [["same"] * 64], [[20 * np.log(1e-3)] * 64]
+    assert martingale_test(collisions(siblings, logprob)).p_value < 1e-12
+    different = [[str(number) for number in range(64)]]
+    assert martingale_test(collisions(different, logprob)).p_value == 1.0

@@ -30,7 +30,8 @@ LAW_TILTS: Floats = TILTS[TILTS > -1]
 _LARGEST_CORRECTION = 1.0
 _LEAST_REACH = 3.0
 _SUM_TOLERANCE = 1e-6
-# A variance that is nothing but the rounding of logarithms, a position: a uniform law has no surprises.
+# A variance that is nothing but the rounding of logarithms, a position: a uniform law has no surprises. A sum as small
+# is rounding too; a larger one is what hardly ever happens.
 _ROUNDING = 1e-24
 
 
@@ -158,8 +159,10 @@ def martingale_test(increments: Increments) -> Result:
     if never:
         return Result(np.inf, 0.0, draws, "saw something of probability 0", impossible=never)
     variance, total = float(increments.variance_N.sum()), float(increments.value_N.sum())
-    if variance <= draws * _ROUNDING:
+    if variance <= draws * _ROUNDING and abs(total) <= draws * _ROUNDING**0.5:
         return Result(0.0, 1.0, draws, "nothing random to test")
+    if variance == 0:
+        return Result(math.inf, 0.0, draws, "moved where nothing is random")
     z = total / variance**0.5
     log_e = float(log_mixture(np.array(total), increments.cgf_NG.sum(0), increments.tilts_G))
     bound = math.exp(min(-log_e, 0.0))
