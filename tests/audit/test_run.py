@@ -7,7 +7,7 @@ from paceline.audit.run import audit
 from paceline.audit.subject import ToySubject
 from paceline.schema import PacelineError
 
-#: Which checks a kind of fault, or one by name, must fail, at least one; and the case of the default audit that shows it.
+#: Which checks a kind of fault, or one by name, must fail, at least one of them; and the case that shows it.
 CAUGHT_BY = {
     "law": {"token law", "pair law", "sharpness", "likeliest token", "first pair", "support", "tail law"},
     "logprobs": {"log-probabilities"},

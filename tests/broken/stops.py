@@ -5,6 +5,7 @@ import numpy as np
 
 from paceline.audit.engine import ToyEngine
 from paceline.sampling.stops import Cut, cut
+from paceline.schema import as_tokens
 
 
 class CapHidesStop(ToyEngine):
@@ -32,7 +33,7 @@ class LastTokenOnly(ToyEngine):
         room = self.room(row)
         *before, last = verdict.tokens[:room]
         response = np.concatenate([row.response, np.array(before, dtype=np.int32)])
-        end = cut([last], response, row.request.params, row.spec.stop_ids, room - len(before), self.decode)
+        end = cut(as_tokens([last]), response, row.request.params, row.spec.stop_ids, room - len(before), self.decode)
         return Cut(len(before) + end.count, end.reason, end.text)
 
 
