@@ -35,7 +35,8 @@ def audit(
 ) -> Certificate:
     """Audit ``subject``. ``scale`` multiplies the number of requests, ``only`` names the cases (default: all).
 
-    Whatever the engine raises is a finding, not the end of the audit. Raises PacelineError for a case that is unknown.
+    Whatever the engine raises is a finding, not the end of the audit. Raises PacelineError for a case that is unknown,
+    and for an engine that cannot be built.
     """
     started = time.perf_counter()
     cases = list(subject.cases(scale))
@@ -196,9 +197,12 @@ def _run(
     speculate: bool,
     slots: int | None = None,
 ) -> tuple[list[Rollout], EngineStats] | None:
-    """The responses of a fresh engine in the order of the samples; a failure is a check that failed."""
+    """The responses of a fresh engine in the order of the samples; a failure is a check that failed.
+
+    An engine that cannot be built, for a lossy setting say, is bad input: its PacelineError ends the audit.
+    """
+    engine = subject.engine(case, speculate, slots=slots)
     try:
-        engine = subject.engine(case, speculate, slots=slots)
         rollouts = generate(engine, requests)
         stats = engine.stats()
         engine.close()
