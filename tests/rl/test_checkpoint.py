@@ -94,7 +94,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
     reached = []
     for round_ in range(8):
         directory = tmp_path / str(round_)
-        process = multiprocessing.get_context("fork").Process(target=save_without_end, args=(directory,))
+        process = multiprocessing.get_context("fork").Process(target=save_without_end, args=(directory,), daemon=True)
         process.start()
         while not any(directory.glob("step-*/COMPLETE")):
             time.sleep(0.002)
