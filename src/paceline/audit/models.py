@@ -95,6 +95,7 @@ class ModelSubject:
         self.settings = settings
         self.keyed = keyed
         self.bitwise = bitwise
+        self.has_witness = witness is not None
         self.tolerance = 1e-9 if exact else 2e-3
         self.make_params: Callable[..., SamplingParams] = SamplingParams
         self._rounding = 1e-12 if exact else ROUNDING
@@ -141,10 +142,8 @@ class ModelSubject:
         stops = params.stop_token_ids + (() if params.ignore_eos else self._eos_ids)
         return Terms(stops, self._context, self._vocabulary, self._decode)
 
-    def laws(self, case: ModelCase, rollout: Rollout, params: SamplingParams) -> Laws | None:
+    def laws(self, case: ModelCase, rollout: Rollout, params: SamplingParams) -> Laws:
         """One full forward over prompt and response; the laws are the reference's."""
-        if self._witness is None:
-            return None
         raw_TV = self._logits(rollout)
         stops = self.terms(case, params).stop_ids
         return raw_TV, reference_laws(raw_TV, params, rollout.prompt, rollout.tokens, stops)

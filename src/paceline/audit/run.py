@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator
         sums.checks.append(_speculated(case, stats))
     if stats.tokens_emitted:
         sums.checks.append(_first("counters", case, [conduct.wrong_counters(stats, rollouts)], []))
-    if not case.cells and (subject.keyed or subject.laws(case, rollouts[0], params) is None):
+    if not case.cells and (subject.keyed or not subject.has_witness):
         off = _run(subject, case, requests, sums, "speculation off", speculate=False)
         if off is not None and subject.keyed:
             sums.checks.append(_equal("on against off", subject, case, params, rollouts, off[0]))
@@ -99,7 +100,7 @@ def _judge_laws(
     sums: Sums,
 ) -> None:
     """Everything that the witness's laws say about the rollouts."""
-    if subject.laws(case, rollouts[0], params) is None:
+    if not subject.has_witness:
         return
     evidence = Evidence()
     wrong: list[str | None] = []
@@ -111,9 +112,7 @@ def _judge_laws(
         if case.cells and index >= 4:
             wrong.append(None)  # every position has the same law; a few responses show the log-probabilities
             continue
-        found = subject.laws(case, rollout, params)
-        assert found is not None
-        raw_TV, law_TV = found
+        raw_TV, law_TV = subject.laws(case, rollout, params)
         positions = np.arange(len(rollout.tokens))
         with np.errstate(divide="ignore"):
             processed_T = np.log(law_TV[positions, rollout.tokens])
@@ -203,9 +202,9 @@ def _run(
     """
     engine = subject.engine(case, speculate, slots=slots)
     try:
-        rollouts = generate(engine, requests)
-        stats = engine.stats()
-        engine.close()
+        with closing(engine):
+            rollouts = generate(engine, requests)
+            stats = engine.stats()
     except RequestError as error:
         says = f"the engine does not offer this: {error}"
         sums.checks.append(Check(name="refused", case=case.name, outcome="refused", says=says))
@@ -275,14 +274,13 @@ def _refusals(subject: Subject) -> list[Check]:
     params = subject.make_params(max_tokens=4, stop=("a",))
     if subject.terms(case, params).decode is None:
         request = RolloutRequest(request_id="refusals/0", prompt=as_tokens([1]), params=params)
-        engine = subject.engine(case, speculate=True)
-        try:
-            engine.submit([request])
-        except (PacelineError, ValueError) as error:
-            says, outcome = f"stop strings without a decoder are refused: {error}", True
-        else:
-            says, outcome = "stop strings are taken by an engine that cannot decode", False
-        engine.close()
+        with closing(subject.engine(case, speculate=True)) as engine:
+            try:
+                engine.submit([request])
+            except (PacelineError, ValueError) as error:
+                says, outcome = f"stop strings without a decoder are refused: {error}", True
+            else:
+                says, outcome = "stop strings are taken by an engine that cannot decode", False
         checks.append(Check(name="refusals", case="stop strings", outcome="pass" if outcome else "fail", says=says))
     return checks
 

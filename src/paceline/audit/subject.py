@@ -36,7 +36,8 @@ class Subject(Protocol):
     """An engine under audit. ``keyed`` claims that tokens are a function of the seeds, whoever drafts.
 
     ``tolerance`` is how far, in nats, a log-probability may be from the witness's. ``bitwise`` claims that runs which
-    promise equal tokens agree in every bit of their log-probabilities and margins too.
+    promise equal tokens agree in every bit of log-probabilities and margins too. Without a witness ``laws`` is not
+    called.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Subject(Protocol):
     settings: dict[str, str]
     keyed: bool
     bitwise: bool
+    has_witness: bool
     tolerance: float
 
     def cases(self, scale: float) -> Sequence[Any]:
@@ -55,8 +57,8 @@ class Subject(Protocol):
     def terms(self, case: Any, params: SamplingParams) -> Terms:
         """What the case's responses are held to."""
 
-    def laws(self, case: Any, rollout: Rollout, params: SamplingParams) -> Laws | None:
-        """The witness's account of a response, by teacher forcing; None where there is no witness."""
+    def laws(self, case: Any, rollout: Rollout, params: SamplingParams) -> Laws:
+        """The witness's account of a response, by teacher forcing."""
 
     def make_params(self, **fields: Any) -> SamplingParams:
         """How sampling parameters are made for the engine."""
@@ -88,6 +90,7 @@ class ToySubject:
         self.settings: dict[str, str] = {"acceptance": acceptance} if build is None else {}
         self.keyed = acceptance == "coupled" if keyed is None else keyed
         self.bitwise = False
+        self.has_witness = True
         self.tolerance = 1e-6
         self.make_params = make_params
         self._build = build or builder(acceptance)
