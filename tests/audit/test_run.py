@@ -89,3 +89,14 @@ def test_a_lossy_setting_is_a_verdict_of_its_own():
     assert found.verdict == "lossy by setting"
     assert found.exit_code == 1
     assert "verifier=mine:typical" in found.message
+
+
+def test_the_sequential_test_says_where_it_stopped_and_how_long_it_takes():
+    wrong = audit(subject(BROKEN["temperature-ignored"]), only=["heat"])
+    stopped = {live.name: live.stopped_at for live in wrong.live if live.rejects}
+    assert set(stopped) == {"sharpness", "likeliest token"}
+    assert all(0 < at < wrong.tokens / 4 for at in stopped.values())
+    right = audit(ToySubject(), only=["heat"], scale=0.5)
+    (needs,) = [live.needs for live in right.live if live.name == "likeliest token"]
+    assert needs["0.02"] > needs["0.05"] > needs["0.1"] > 50
+    assert not any(live.rejects for live in right.live)

@@ -42,7 +42,11 @@ class Power(msgspec.Struct, kw_only=True):
 
 
 class Live(msgspec.Struct, kw_only=True):
-    """A sequential test over all positions of the audit: how strongly they speak against the law, looked at always."""
+    """A sequential test over all positions of the audit, in order: one may look after each and stop when it rejects.
+
+    ``stopped_at`` is the position at which it did. ``needs`` maps shifts of the tested probability to the positions
+    after which it rejects in the mean, an upper bound; empty where no probability is tested.
+    """
 
     name: str
     draws: int
@@ -50,6 +54,7 @@ class Live(msgspec.Struct, kw_only=True):
     peak_log_e: float
     rejects: bool
     stopped_at: int | None = None
+    needs: dict[str, float] = {}
 
 
 class Certificate(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ from paceline.audit import martingale
 from paceline.audit.certificate import Check
 from paceline.audit.evidence import Evidence
 from paceline.audit.martingale import Increments
-from paceline.audit.power import Design, LawTest, ProbabilityTest, SurpriseTest, TwoSampleTest
+from paceline.audit.power import Design, LawTest, ProbabilityTest, SurpriseTest, TwoSampleTest, mean_probability
 from paceline.audit.stats import Result, g_test, pair_uniformity, two_sample_g_test, uniformity
 from paceline.audit.tails import Floats
 from paceline.schema import Rollout
@@ -128,9 +128,7 @@ def _probability(increments: Increments) -> Design | None:
     """The design of a test of hits whose probability varies: their mean, which errs on the safe side."""
     if not len(increments):
         return None
-    # For an indicator the variance q (1 - q) averages to at most that of the mean q; the smaller root serves.
-    spread = float(increments.variance_N.mean())
-    probability = 0.5 - float(np.sqrt(max(0.25 - spread, 0.0)))
+    probability = mean_probability(float(increments.variance_N.mean()))
     return ProbabilityTest(len(increments), probability) if 0 < probability < 1 else None
 
 

@@ -151,6 +151,15 @@ class SurpriseTest:
         return replace(self, draws=draws)
 
 
+def mean_probability(variance: float) -> float:
+    """The probability, at most .5, of an indicator whose conditional variance is ``variance`` in the mean.
+
+    The variance of indicators of different probabilities is at most that of one with their mean, so a design with this
+    probability has their variance.
+    """
+    return 0.5 - math.sqrt(max(0.25 - variance, 0.0))
+
+
 def smallest_deviation(design: Design, alpha: float, power: float) -> float:
     """The smallest deviation that is caught with probability ``power``; infinite where not even the largest is."""
     if design.power(design.largest, alpha) < power:

@@ -11,7 +11,6 @@ from paceline.audit import conduct, laws
 from paceline.audit.certificate import Certificate, Check
 from paceline.audit.evidence import Evidence
 from paceline.audit.martingale import join
-from paceline.audit.sequential import Sequential
 from paceline.audit.subject import Subject
 from paceline.audit.toys import ToyPolicy, response_law
 from paceline.audit.verdict import Sums, certify
@@ -141,7 +140,7 @@ def _judge_laws(
         ("stops", evidence.stops),
     ):
         if parts:
-            sums.live.setdefault(name, Sequential()).update(join(parts))
+            sums.watch(name, join(parts))
     policy = getattr(case, "policy", None)
     if isinstance(policy, ToyPolicy):
         _add(sums, _enumerated(case, policy, params, requests, rollouts))

@@ -6,6 +6,8 @@ from rich.table import Table
 
 from paceline.audit.certificate import Certificate, Check
 
+_SHOWN_SHIFT = 0.05
+
 
 def check_table(certificate: Certificate) -> Table:
     """One line per kind of check: how many cases, the smallest adjusted p-value, and what failed first."""
@@ -27,8 +29,11 @@ def check_table(certificate: Certificate) -> Table:
         least = f"{min(weighed):.3g}" if weighed else ""
         table.add_row(name, str(len(checks)), f"{sum(check.draws for check in checks):,}", least, found)
     for live in certificate.live:
-        found = "[red]rejects[/]" if live.rejects else "never near"
-        table.add_row(f"sequential: {live.name}", "all", f"{live.draws:,}", "", f"{found}, log e {live.peak_log_e:.1f}")
+        found = f"[red]rejects at position {live.stopped_at:,}[/]" if live.rejects else f"log e {live.peak_log_e:.1f}"
+        if live.needs:
+            shift, needed = next((s, n) for s, n in live.needs.items() if float(s) >= _SHOWN_SHIFT)
+            found += f" (a shift of {shift} takes {needed:,.0f} positions)"
+        table.add_row(f"sequential: {live.name}", "all", f"{live.draws:,}", "", found)
     return table
 
 

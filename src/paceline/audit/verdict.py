@@ -9,13 +9,18 @@ import numpy as np
 import xxhash
 
 from paceline.audit.certificate import Certificate, Check, Live, Power, Verdict
-from paceline.audit.power import Design, power_table
+from paceline.audit.martingale import Increments
+from paceline.audit.power import Design, mean_probability, power_table, sequential_draws
 from paceline.audit.sequential import Sequential
 from paceline.audit.stats import holm
 from paceline.audit.subject import Subject
 
 #: The chance that an audit of a lossless engine fails by its statistical checks, all of them together, at most.
 ALPHA = 1e-3
+#: The level of each of the three sequential tests; together a tenth of the statistical checks'.
+LIVE_ALPHA = ALPHA / 30
+#: Shifts of a probability for which a sequential test's expected length is stated.
+SHIFTS = (0.02, 0.05, 0.1)
 #: How many statistical checks the level is shared by at least, so that a part of an audit is as strict as the whole.
 FAMILY = 180
 
@@ -27,12 +32,24 @@ class Sums:
     checks: list[Check] = field(default_factory=list)
     designs: list[tuple[Check, Design]] = field(default_factory=list)
     live: dict[str, Sequential] = field(default_factory=dict)
+    stopped: dict[str, int] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
     digest: Any = field(default_factory=xxhash.xxh3_64)
     rollouts: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     lossy: set[str] = field(default_factory=set)
+
+    def watch(self, name: str, increments: Increments) -> None:
+        """Show more positions to the sequential test of that name."""
+        test = self.live.setdefault(name, Sequential())
+        before = test.draws
+        crossed = np.flatnonzero(test.update(increments) >= -np.log(LIVE_ALPHA))
+        if len(crossed):
+            self.stopped.setdefault(name, before + int(crossed[0]) + 1)
+        if increments.span:
+            self.spread[name] = self.spread.get(name, 0.0) + float(increments.variance_N.sum())
 
 
 def certify(subject: Subject, sums: Sums, seed: int, seconds: float) -> Certificate:
@@ -46,8 +63,8 @@ def certify(subject: Subject, sums: Sums, seed: int, seconds: float) -> Certific
         if adjusted <= ALPHA:
             check.outcome = "fail"
     live = [
-        Live(name=name, draws=test.draws, log_e=test.log_e, peak_log_e=test.peak_log_e,
-             rejects=test.rejects(ALPHA / max(len(sums.live), 1)))
+        Live(name=name, draws=test.draws, log_e=test.log_e, peak_log_e=test.peak_log_e, rejects=name in sums.stopped,
+             stopped_at=sums.stopped.get(name), needs=_needs(sums.spread.get(name, 0.0), test.draws))
         for name, test in sums.live.items()
     ]  # fmt: skip
     verdict: Verdict
@@ -97,3 +114,16 @@ def _power(designs: Sequence[tuple[Check, Design]], alpha: float) -> list[Power]
                       caught_half=row.smallest[0.5], caught_90=row.smallest[0.9], caught_99=row.smallest[0.99])
             )  # fmt: skip
     return rows
+
+
+def _needs(variance: float, draws: int) -> dict[str, float]:
+    """After how many positions the sequential test of a probability rejects in the mean, by the size of the shift."""
+    probability = mean_probability(variance / draws) if draws else 0.0
+    if not 0 < probability < 1:
+        return {}
+    return {
+        str(shift): max(
+            sequential_draws(probability, s, LIVE_ALPHA) for s in (shift, -shift) if 0 <= probability + s <= 1
+        )
+        for shift in SHIFTS
+    }
