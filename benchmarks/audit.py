@@ -1,7 +1,7 @@
 """How often the audit cries wolf, and what it catches: audits of right engines by seed, and of every broken one.
 
-python benchmarks/audit.py alarms --runs 300 --scale 0.1
-python benchmarks/audit.py broken
+python benchmarks/audit.py alarms --runs 300    # ten audits of each by default
+python benchmarks/audit.py broken               # at the default size of the audit: half an hour
 """
 
 import argparse
@@ -63,9 +63,9 @@ def broken(seed: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("alarms", "broken"))
-    parser.add_argument("--runs", type=int, default=100, help="audits a control, each with its own seed")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of requests")
+    parser.add_argument("what", nargs="?", default="alarms", choices=("alarms", "broken"))
+    parser.add_argument("--runs", type=int, default=10, help="audits a control, each with its own seed")
+    parser.add_argument("--scale", type=float, default=0.1, help="multiplies the number of requests")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--control", action="append", choices=tuple(CONTROLS), help="only this control")
     parser.add_argument("--json", type=Path)
