@@ -1,6 +1,7 @@
 """Audits of language models: requests over real prompts, engines to compare, and a witness that teacher-forces."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.drafters.base import Drafter
 from paceline.engines.base import Engine
 from paceline.engines.generate import GenerateEngine
 from paceline.engines.hf import HFEngine
-from paceline.schema import PacelineError, Rollout, RolloutRequest, SamplingParams, Tokens, derive_seed
+from paceline.schema import Outcome, PacelineError, Rollout, RolloutRequest, SamplingParams, Tokens, derive_seed
 from paceline.typed_yaml import load_by_path
 
 Decode = Callable[[Sequence[int]], str]
@@ -96,6 +97,7 @@ class ModelSubject:
         self.keyed = keyed
         self.bitwise = bitwise
         self.has_witness = witness is not None
+        self.compared = 16
         self.tolerance = 1e-9 if exact else 2e-3
         self.make_params: Callable[..., SamplingParams] = SamplingParams
         self._rounding = 1e-12 if exact else ROUNDING
@@ -188,21 +190,27 @@ def paceline_engines(
     """
     verified = replace(config.budget, mode="fixed")
 
+    requests = [
+        RolloutRequest(request_id=f"warm/{index}/{sample}", prompt=prompt, params=SamplingParams(max_tokens=24))
+        for index, prompt in enumerate(prompts)
+        for sample in range(2)
+    ]
+    answers: list[Rollout] = []
+
     def build(speculate: bool, slots: int | None) -> Engine:
         options = config.engine if slots is None else replace(config.engine, slots=slots)
         common: dict[str, Any] = {"config": options, "seed": config.seed, "eos_ids": eos_ids, "decode": decode}
         if not speculate:
             return HFEngine(model, **common)
+        if not answers:
+            with closing(HFEngine(model, **common)) as plain:
+                answers.extend(plain.generate(requests))
         proposer = drafter()
-        warm = HFEngine(model, drafter=proposer, budget=config.drafter.budget, budget_config=verified, **common)
-        warm.generate(
-            [
-                RolloutRequest(request_id=f"warm/{index}/{sample}", prompt=prompt, params=SamplingParams(max_tokens=24))
-                for index, prompt in enumerate(prompts)
-                for sample in range(2)
-            ]
-        )
-        warm.close()
+        if proposer is not None:
+            proposer.start(requests)
+            said = [Outcome(request_id=r.request_id, tokens=r.tokens, accepted=0, drafted=0) for r in answers]
+            proposer.commit(said)
+            proposer.finish(answers)
         return HFEngine(model, drafter=proposer, budget=config.drafter.budget, budget_config=verified, **common)
 
     return build

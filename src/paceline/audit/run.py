@@ -20,7 +20,6 @@ from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest,
 
 _REFUSALS = "refusals"
 _IDLE_STEPS = 10_000
-_COMPARED = 64
 _ENTRIES_AT_ONCE = 1 << 21
 Progress = Callable[[str], None]
 
@@ -245,7 +244,7 @@ def _reruns(
     sums: Sums,
 ) -> None:
     """The same requests once more: in another engine, and in other company."""
-    some = list(requests[: max(1, _COMPARED // requests[0].params.n)])
+    some = list(requests[: max(1, subject.compared // requests[0].params.n)])
     if case.cells or not subject.keyed:
         return
     count = conduct.samples_of(some)

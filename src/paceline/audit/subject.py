@@ -37,7 +37,7 @@ class Subject(Protocol):
 
     ``tolerance`` is how far, in nats, a log-probability may be from the witness's. ``bitwise`` claims that runs which
     promise equal tokens agree in every bit of log-probabilities and margins too. Without a witness ``laws`` is not
-    called.
+    called. ``compared`` is how many responses of a case are decoded again, in a second engine and in other company.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Subject(Protocol):
     keyed: bool
     bitwise: bool
     has_witness: bool
+    compared: int
     tolerance: float
 
     def cases(self, scale: float) -> Sequence[Any]:
@@ -91,6 +92,7 @@ class ToySubject:
         self.keyed = acceptance == "coupled" if keyed is None else keyed
         self.bitwise = False
         self.has_witness = True
+        self.compared = 64
         self.tolerance = 1e-6
         self.make_params = make_params
         self._build = build or builder(acceptance)
