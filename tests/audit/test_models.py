@@ -72,7 +72,8 @@ def test_the_invariant_mode_is_certified_bit_for_bit_and_the_ordinary_one_is_not
         audited.bitwise, audited.tolerance, audited._rounding = True, 2e-3, 1e-3
         found = audit(audited, only=["plain", "cool"], scale=0.5)
         names = {check.name for check in found.failed}
-        assert names == (set() if invariant else {"on against off", "batch"}), [check.says for check in found.failed]
+        wanted = set() if invariant else {"on against off", "replicas", "batch"}  # replicas share the pass with fewer
+        assert names == wanted, [check.says for check in found.failed]
 
 
 def test_transformers_assisted_generation_is_certified_by_its_law_and_what_it_refuses_is_named(policy):
