@@ -215,13 +215,20 @@ def test_the_table_shows_each_difference(compare):
 
 @pytest.mark.parametrize(("a", "b"), [("rejection", "coupled"), ("coupled", "block"), ("block", "block")])
 def test_runs_that_keep_the_law_alone_are_no_violation_and_no_proof_either(compare, a, b):
-    configs = [load_config(None, [f"engine.acceptance={mode}"]) for mode in (a, b)]
+    drawn = ["drafter.kind=draft_model", "drafter.draft_model.path=small"]
+    configs = [load_config(None, [f"engine.acceptance={mode}", *drawn]) for mode in (a, b)]
     result = compare(rows_of(), changed(rows_of(), 3, tokens=[1, 1, 3, 9, 5]), *configs)
     assert (result.verdict, result.exit_code) == ("law only", 1)
     assert "equal in distribution only" in result.message
     assert "use paceline audit" in result.message
     assert compare(rows_of(), rows_of(), *configs).verdict == "identical"
     assert compare(rows_of(), rows_of()[1:], *configs).verdict == "violation", "no law loses a rollout"
+
+
+def test_point_masses_keep_their_tokens_in_every_mode_of_acceptance(compare):
+    config = load_config(None, ["engine.acceptance=rejection"])
+    changed_rows = changed(rows_of(), 3, tokens=[1, 1, 3, 9, 5])
+    assert compare(rows_of(), changed_rows, config, config).verdict == "violation"
 
 
 def test_a_lossy_run_is_named_and_its_differences_stay_violations(compare):
