@@ -20,7 +20,8 @@ def diff(
 
     Exit code 0: identical, or every first difference is a near tie (the two best keyed scores lie within the tolerance,
     so that other rounding may pick either). 1: a difference that rounding does not explain, or nothing to compare. Runs
-    with engine.acceptance=rejection or block are equal in distribution only, and lossy ones not even that; it is said.
+    whose drafts are drawn and verified by rejection or in blocks are equal in distribution only, lossy ones not even
+    that; it is said.
     """
     with one_line_errors():
         from rich.console import Console
