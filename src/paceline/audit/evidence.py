@@ -16,7 +16,8 @@ class Evidence:
     """Statistics of N positions, gathered piece by piece, so that no law of a large vocabulary is kept.
 
     ``by_probability`` and ``by_id`` are probability integral transforms, ``sequence`` the response that each position
-    belongs to. ``never`` holds (response, position, token) of tokens that their law excludes.
+    belongs to. ``never`` holds (response, position, token) of tokens that their law excludes. ``limits`` are the most
+    tokens that each response could have had, and ``stopped`` whether any could end before.
     """
 
     by_probability: list[Floats] = field(default_factory=list)
@@ -26,6 +27,8 @@ class Evidence:
     likeliest: list[Increments] = field(default_factory=list)
     stops: list[Increments] = field(default_factory=list)
     never: list[tuple[int, int, int]] = field(default_factory=list)
+    limits: dict[int, int] = field(default_factory=dict)
+    stopped: bool = False
     draws: int = 0
 
     def add(
@@ -49,4 +52,25 @@ class Evidence:
         self.surprise.append(martingale.surprise(tokens_N, laws_NV))
         self.likeliest.append(martingale.matches(tokens_N, laws_NV.argmax(1), laws_NV))
         if stop_ids:
+            self.stopped = True
             self.stops.append(martingale.stops(tokens_N, list(stop_ids), laws_NV))
+
+    def padded(self, rng: np.random.Generator) -> tuple[Floats, Floats, Ints]:
+        """Both transforms and their responses, each response filled up to its limit with fresh uniforms.
+
+        How many positions there are depends on what was emitted, where responses end by themselves, and a test of the
+        emitted ones alone has heavy tails. With the fill their number is fixed, and all are independent and uniform
+        under the law: given the past, the next value is, whether an engine or the filler made it.
+        """
+        sequence = np.concatenate(self.sequence)
+        names, counts = np.unique(sequence, return_counts=True)
+        limits = np.array([max(self.limits[int(name)], count) for name, count in zip(names, counts, strict=True)])
+        starts = np.concatenate([[0], np.cumsum(limits)])
+        within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+        at = np.repeat(starts[:-1], counts) + within
+        filled = []
+        for part in (self.by_probability, self.by_id):
+            values = rng.random(int(starts[-1]))
+            values[at] = np.concatenate(part)
+            filled.append(values)
+        return filled[0], filled[1], np.repeat(names, limits)

@@ -18,7 +18,7 @@ BINS, PAIR_BINS = 16, 8
 Designed = list[tuple[Check, Design | None]]
 
 
-def law_checks(case: str, evidence: Evidence, edges: int = 0) -> Designed:
+def law_checks(case: str, evidence: Evidence, rng: np.random.Generator, edges: int = 0) -> Designed:
     """Tokens by probability and by id, pairs, sharpness, the likeliest token and stops, position by position.
 
     ``edges`` tokens were left out, of which rounding decides whether they are inside a cut-off.
@@ -27,25 +27,32 @@ def law_checks(case: str, evidence: Evidence, edges: int = 0) -> Designed:
         return []
     draws = evidence.draws
     never = _never(case, evidence, edges)
-    by_probability, by_id = (np.concatenate(part) for part in (evidence.by_probability, evidence.by_id))
-    sequence = np.concatenate(evidence.sequence)
+    by_probability, by_id, sequence = evidence.padded(rng)
+    # A deviation of what was emitted is thinned by the fill: n positions of which a share s is real see d as s d.
+    share = draws / len(sequence)
+    pairs = len(sequence) - len(np.unique(sequence))
+    stopped = evidence.stopped
     surprise, likeliest = martingale.join(evidence.surprise), martingale.join(evidence.likeliest)
     varied = float(surprise.variance_N.mean())
+    tests = (
+        martingale.martingale_test(surprise, stopped=stopped),
+        martingale.martingale_test(likeliest, stopped=stopped),
+    )
     checks: Designed = [
         (never, None),
-        (_check("token law", case, uniformity(by_probability, BINS), "by probability"), LawTest(draws, BINS)),
-        (_check("token law", case, uniformity(by_id, BINS), "by id"), LawTest(draws, BINS)),
+        (_check("token law", case, uniformity(by_probability, BINS), "by probability"),
+         LawTest(int(draws * share), BINS)),
+        (_check("token law", case, uniformity(by_id, BINS), "by id"), LawTest(int(draws * share), BINS)),
         (_check("pair law", case, pair_uniformity(by_probability, sequence, PAIR_BINS), "by probability"),
-         LawTest(max(draws - len(np.unique(sequence)), 1), PAIR_BINS * (PAIR_BINS - 1) + 1)),
-        (_check("sharpness", case, martingale.martingale_test(surprise), "log-probability less its mean"),
-         SurpriseTest(draws, varied) if varied > 0 else None),
-        (_check("likeliest token", case, martingale.martingale_test(likeliest), "how often it was emitted"),
-         _probability(likeliest)),
+         LawTest(max(int(pairs * share**2), 1), PAIR_BINS * (PAIR_BINS - 1) + 1)),
+        (_check("sharpness", case, tests[0], "log-probability less its mean"),
+         SurpriseTest(draws, varied, stopped) if varied > 0 else None),
+        (_check("likeliest token", case, tests[1], "how often it was emitted"), _probability(likeliest, stopped)),
     ]  # fmt: skip
     if evidence.stops:
         stops = martingale.join(evidence.stops)
-        checks.append((_check("stop law", case, martingale.martingale_test(stops), "how often a response stopped"),
-                       _probability(stops)))  # fmt: skip
+        result = martingale.martingale_test(stops, stopped=True)
+        checks.append((_check("stop law", case, result, "how often a response stopped"), _probability(stops, True)))
     return checks
 
 
@@ -124,12 +131,12 @@ def _never(case: str, evidence: Evidence, edges: int) -> Check:
     return Check(name="support", case=case, outcome="fail" if count else "pass", says=says, draws=evidence.draws)
 
 
-def _probability(increments: Increments) -> Design | None:
+def _probability(increments: Increments, stopped: bool) -> Design | None:
     """The design of a test of hits whose probability varies: their mean, which errs on the safe side."""
     if not len(increments):
         return None
     probability = mean_probability(float(increments.variance_N.mean()))
-    return ProbabilityTest(len(increments), probability) if 0 < probability < 1 else None
+    return ProbabilityTest(len(increments), probability, stopped) if 0 < probability < 1 else None
 
 
 def _law_design(draws: int, law: Floats) -> Design:

@@ -143,8 +143,11 @@ def collisions(groups: Sequence[Sequence[Hashable]], logprobs: Sequence[Sequence
     return Increments(value_N, variance_N, third_N, cgf_NG, TILTS, span=1.0)
 
 
-def martingale_test(increments: Increments) -> Result:
+def martingale_test(increments: Increments, *, stopped: bool = False) -> Result:
     """Two-sided test that the values are centred, after a number of positions fixed beforehand.
+
+    With ``stopped`` that number may depend on what was seen, as where responses end by themselves: the sum is then
+    skewed by the stopping, and only the bound holds, which holds at any stopping time.
 
     The statistic is z = sum / sqrt(sum of variances). Its p-value is the smaller of two. One is the normal tail, half a
     lattice step further in, times exp(k |z|^3 / 6): Cramer's first correction to the tail of a sum, with k =
@@ -168,7 +171,7 @@ def martingale_test(increments: Increments) -> Result:
     bound = math.exp(min(-log_e, 0.0))
     skewness = float(increments.third_N.sum()) / variance**1.5
     reach = (6 * _LARGEST_CORRECTION / skewness) ** (1 / 3)
-    if reach >= _LEAST_REACH:
+    if reach >= _LEAST_REACH and not stopped:
         used = min(abs(z), reach)
         tail = normal_sf(max(used - increments.span / 2 / variance**0.5, 0.0)) * math.exp(skewness * used**3 / 6)
         if 2 * tail <= bound:

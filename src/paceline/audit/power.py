@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from paceline.audit.martingale import TILTS, Increments, indicator, martingale_test
+from paceline.audit.martingale import LAW_TILTS, TILTS, Increments, indicator, log_mixture, martingale_test
 from paceline.audit.tails import binomial_cdf, binomial_sf, chi2_isf, chi2_sf, normal_isf, normal_sf, threshold
 from paceline.schema import PacelineError
 
@@ -100,11 +100,12 @@ class ProbabilityTest:
 
     Exact, for positions of one probability. A sum over different probabilities has a smaller variance than as many
     draws with their mean, so giving the mean errs on the safe side. Where a shift would leave [0, 1] in one direction,
-    the other one counts.
+    the other one counts. ``stopped`` is that of the test.
     """
 
     draws: int
     probability: float
+    stopped: bool = False
     measure: str = "shift of a probability"
 
     def __post_init__(self) -> None:
@@ -118,7 +119,7 @@ class ProbabilityTest:
 
     def power(self, deviation: float, alpha: float) -> float:
         """See ``Design``."""
-        low, high = _critical(self.draws, self.probability, alpha)
+        low, high = _critical(self.draws, self.probability, alpha, self.stopped)
         ends = (self.probability - deviation, self.probability + deviation)
         shifted = [min(max(p, 0.0), 1.0) for p in ends if -_ROUNDING <= p <= 1 + _ROUNDING]
         return min(binomial_cdf(low, self.draws, p) + binomial_sf(high, self.draws, p) for p in shifted)
@@ -133,17 +134,22 @@ class SurpriseTest:
     """The z-test of surprise over ``draws`` positions with a mean ``variance`` of log P (nats squared) per position.
 
     The deviation is the tilt t of the law P^(1 + t) that was sampled instead (temperature 1 / (1 + t)): to first order
-    it moves the mean of log P by t times its variance, so z by t sqrt(n variance).
+    it moves the mean of log P by t times its variance, so z by t sqrt(n variance). ``stopped`` is that of the test; the
+    bound is then taken with the cumulants of a normal variable.
     """
 
     draws: int
     variance: float
+    stopped: bool = False
     measure: str = "1 / temperature - 1"
     largest: float = 1.0
 
     def power(self, deviation: float, alpha: float) -> float:
         """See ``Design``."""
-        shift, critical = deviation * math.sqrt(self.draws * self.variance), normal_isf(alpha / 2)
+        total = self.draws * self.variance
+        shift, critical = deviation * math.sqrt(total), normal_isf(alpha / 2)
+        if self.stopped:
+            critical = _critical_of_bound(total, alpha)
         return normal_sf(critical - shift) + normal_sf(critical + shift)
 
     def resized(self, draws: int) -> Self:
@@ -255,7 +261,18 @@ def _g_power(noncentrality: float, df: int, alpha: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _critical(draws: int, probability: float, alpha: float) -> tuple[int, int]:
+def _critical_of_bound(variance: float, alpha: float) -> float:
+    """The z at which the mixture over tilts of a normal sum of that variance reaches 1 / alpha."""
+    deviation, cgf_G = math.sqrt(variance), LAW_TILTS**2 * variance / 2
+
+    def rejects(z: float) -> bool:
+        return float(log_mixture(np.array(z * deviation), cgf_G, LAW_TILTS)) >= -math.log(alpha)
+
+    return threshold(rejects, 0.0, 1e3)
+
+
+@lru_cache(maxsize=1024)
+def _critical(draws: int, probability: float, alpha: float, stopped: bool) -> tuple[int, int]:
     """The test of a probability rejects at counts up to the first and from the second on."""
     one = indicator([False], [probability])
 
@@ -264,7 +281,7 @@ def _critical(draws: int, probability: float, alpha: float) -> tuple[int, int]:
         terms = Increments(
             value_N, draws * one.variance_N, draws * one.third_N, draws * one.cgf_NG, one.tilts_G, one.span
         )
-        return martingale_test(terms).p_value <= alpha
+        return martingale_test(terms, stopped=stopped).p_value <= alpha
 
     mean = round(draws * probability)
     low = bisect_left(range(mean + 1), True, key=lambda count: not rejects(count)) - 1

@@ -126,13 +126,14 @@ def _judge_laws(
         edges += len(at)
         kept = np.delete(positions, at)
         pieces.append((rollout.tokens[kept].astype(np.int64), law_TV[kept], np.full(len(kept), index), kept))
+        evidence.limits[index] = min(params.max_tokens, terms.context - len(rollout.prompt))
         held += law_TV.size
         if held > _ENTRIES_AT_ONCE:
             _take_in(evidence, pieces, terms.stop_ids, rng)
             pieces, held = [], 0
     _take_in(evidence, pieces, terms.stop_ids, rng)
     sums.checks.append(_first("log-probabilities", case, wrong, rollouts))
-    _add(sums, laws.law_checks(case.name, evidence, edges))
+    _add(sums, laws.law_checks(case.name, evidence, rng, edges))
     for name, parts in (
         ("sharpness", evidence.surprise),
         ("likeliest token", evidence.likeliest),
