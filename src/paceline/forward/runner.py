@@ -28,7 +28,7 @@ class Runner:
 
     With ``invariant`` the logits of a token are equal, bit for bit, whatever else its pass holds; raises
     ``InvariantError`` where that cannot be promised. It needs float32 on the CPU, a packed copy of the linear layers'
-    weights, and about three times the KV memory.
+    weights, and about twice the KV memory.
     """
 
     def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
