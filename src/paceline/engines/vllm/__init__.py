@@ -1,0 +1,1 @@
+"""The production engine: vLLM behind the engine's seam."""
