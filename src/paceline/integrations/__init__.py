@@ -1,0 +1,1 @@
+"""Thin doors into what other people run."""
