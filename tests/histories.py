@@ -17,6 +17,7 @@ OPTIONS = {
     "matches": 32,
     "threads": 0,
     "patient": True,
+    "chains": False,
 }
 
 

@@ -103,8 +103,8 @@ def test_salts_key_the_prompts_and_change_no_draft():
 SETTINGS = {"window": 3, "elsewhere_tokens": 77, "siblings": False, "floor": 0.25, "matches": 5, "threads": 1}
 
 
-@pytest.mark.parametrize("prefetch", [0, 7])
-def test_every_setting_reaches_the_history(monkeypatch, prefetch):  # field J6
+@pytest.mark.parametrize(("prefetch", "chains"), [(0, False), (7, True)])
+def test_every_setting_reaches_the_history(monkeypatch, prefetch, chains):  # field J6
     given = []
 
     def history(**options):
@@ -112,8 +112,8 @@ def test_every_setting_reaches_the_history(monkeypatch, prefetch):  # field J6
 
     monkeypatch.setattr(native, "load", lambda: SimpleNamespace(History=history))
     config = HistoryConfig(**SETTINGS, cap_mib=2, prefetch=prefetch, warm="a snapshot, which a run loads")
-    drafter = make_drafter(DrafterConfig(history=config), salt=9)
-    assert given == [SETTINGS | {"cap_bytes": 2 << 20, "patient": False}]
+    drafter = make_drafter(DrafterConfig(history=config), salt=9, chains=chains)
+    assert given == [SETTINGS | {"cap_bytes": 2 << 20, "patient": False, "chains": chains}]
     assert drafter.salt == 9
     assert getattr(drafter, "outcomes", 0) == prefetch
     assert set(HistoryConfig.__struct_fields__) == {*SETTINGS, "cap_mib", "prefetch", "warm"}

@@ -153,6 +153,7 @@ options = st.fixed_dictionaries(
         "floor": st.sampled_from([1e-9, 0.005, 0.1]),
         "matches": st.sampled_from([1, 2, 5, 32]),
         "threads": st.sampled_from([0, 2]),
+        "chains": st.booleans(),
     }
 )
 

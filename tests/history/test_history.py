@@ -40,6 +40,36 @@ def test_an_earlier_answer_is_drafted_from_its_first_token_on(history):
     assert named(history.draft(1)) == ["history"] * 4
 
 
+def test_a_chain_takes_the_most_probable_child_each_time_and_ends_at_the_floor(kind):
+    history = make(kind, chains=True, floor=0.05)
+    for request, text in enumerate([[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 2, 3]]):
+        history.remember(request, HERE, PROMPT, text)
+    history.start([9], [HERE], [PROMPT])
+    tree, chain = make(kind, floor=0.05), history.draft(9)
+    tree.load(*history.records())
+    tree.set_votes(history.votes())
+    tree.start([9], [HERE], [PROMPT])
+    assert (chain.tokens, chain.parents) == ([1, 2, 3], [-1, 0, 1])
+    branching = tree.draft(9)
+    assert chain.tokens == branching.chain()
+    assert len(branching.tokens) > len(chain.tokens)
+    assert history.draft(9, 2).tokens == [1, 2]
+
+
+def test_what_a_chain_leaves_out_is_prepared_for(kind):
+    history = make(kind, chains=True)
+    for request, text in enumerate([[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 2, 3]]):
+        history.remember(request, HERE, PROMPT, text)
+    history.start([9], [HERE], [PROMPT])
+    chain = history.draft(9)
+    assert 5 not in chain.tokens
+    history.prefetch([9], [(chain.tokens, chain.parents)])
+    history.commit([9], [[1, 5]])
+    prepared = history.draft(9)
+    assert prepared.ready
+    assert prepared.tokens[0] == 6
+
+
 def test_drafting_goes_on_right_after_a_divergence(history):
     history.remember(0, HERE, PROMPT, [1, 2, 3, 4, 5, 6])
     history.start([1], [HERE], [PROMPT])

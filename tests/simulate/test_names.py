@@ -25,6 +25,7 @@ def test_the_history_drafter_prefetches_where_it_is_asked_to():
     assert isinstance(drafter, PrefetchingDrafter)
     assert drafter.outcomes == 5
     assert not isinstance(drafter_by_name("history"), PrefetchingDrafter)
+    assert drafter_by_name("history:prefetch=5,chains=true").settings.chains
 
 
 def test_an_option_beats_what_a_tuned_name_sets():

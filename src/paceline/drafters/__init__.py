@@ -1,6 +1,6 @@
 """Who proposes: drafters behind one seam."""
 
-from paceline.config import DrafterConfig
+from paceline.config import INSIDE_VLLM, DrafterConfig
 from paceline.drafters.base import Drafter, PolicyTraits
 from paceline.drafters.forced import ForcedDrafter
 from paceline.drafters.history import HistoryDrafter
@@ -26,12 +26,14 @@ def make_drafter(
     salt: int | None = None,
     vocabulary: Vocabulary | None = None,
     policy: PolicyTraits | None = None,
+    chains: bool = False,
 ) -> Drafter | None:
     """The drafter that a configuration asks for; None for ``none`` and for a budget of 0.
 
     ``salt`` keys the hashes that stand for prompts in snapshots; None draws one. ``vocabulary`` is given where requests
-    have grammars, ``policy`` where a model may draft. PacelineError where the drafter needs one that is not given, and
-    ModelError where its model cannot be used.
+    have grammars, ``policy`` where a model may draft. With ``chains`` it drafts chains, for an engine that verifies no
+    trees. PacelineError where the drafter needs one that is not given, drafts inside vLLM only, or drafts trees only,
+    and ModelError where its model cannot be used.
     """
     if config.kind == "none" or config.budget == 0:
         return None
@@ -41,7 +43,7 @@ def make_drafter(
                 "drafter.kind=forced drafts what a grammar forces, and there is no grammar; choose another"
             )
         return ForcedDrafter(None, vocabulary)
-    drafter = _unforced(config, salt, vocabulary, policy)
+    drafter = _unforced(config, salt, vocabulary, policy, chains)
     return ForcedDrafter(drafter, vocabulary) if config.forced and vocabulary is not None else drafter
 
 
@@ -52,11 +54,21 @@ def history_of(drafter: Drafter | None) -> HistoryDrafter | None:
 
 
 def _unforced(
-    config: DrafterConfig, salt: int | None, vocabulary: Vocabulary | None, policy: PolicyTraits | None
+    config: DrafterConfig,
+    salt: int | None,
+    vocabulary: Vocabulary | None,
+    policy: PolicyTraits | None,
+    chains: bool,
 ) -> Drafter:
+    if config.kind in INSIDE_VLLM:
+        raise PacelineError(
+            f"drafter.kind={config.kind} drafts inside vLLM only; set engine.kind=vllm, or choose another"
+        )
     if config.kind == "draft_model":
         if policy is None:
             raise PacelineError("drafter.kind=draft_model needs a policy whose vocabulary it shares; choose another")
+        if chains and config.draft_model.width > 1:
+            raise PacelineError("drafter.draft_model.width: this engine verifies chains only; set it to 1")
         # Only here, so that drafters without a model load no torch.
         from paceline.drafters.draft_model import DraftModelDrafter
 
@@ -65,7 +77,7 @@ def _unforced(
         lookup = config.prompt_lookup
         return PromptLookupDrafter(lookup.min_match, lookup.max_match, lookup.factor, lookup.newest)
     if config.history.prefetch:
-        drafter = PrefetchingDrafter.from_config(config.history, salt)
+        drafter = PrefetchingDrafter.from_config(config.history, salt, chains)
         drafter.outcomes = config.history.prefetch
         return drafter
-    return HistoryDrafter.from_config(config.history, salt)
+    return HistoryDrafter.from_config(config.history, salt, chains)

@@ -27,8 +27,9 @@ class HistoryDrafter:
     """Implements ``drafters.base.Drafter`` over ``history.base.History``.
 
     Every draft is a tree of the most probable prefixes, with calibrated probabilities, from four tiers of evidence:
-    the request's own text, live siblings, earlier rollouts of the same prompt, and other prompts. ``salt`` keys the
-    hashes that stand for prompts; None draws one. ``native`` False takes the plain-Python history.
+    the request's own text, live siblings, earlier rollouts of the same prompt, and other prompts. With ``chains`` in
+    the settings it is a chain, the most probable child each time. ``salt`` keys the hashes that stand for prompts; None
+    draws one. ``native`` False takes the plain-Python history.
     """
 
     def __init__(self, settings: Settings | None = None, salt: int | None = None, native: bool = True) -> None:
@@ -40,8 +41,8 @@ class HistoryDrafter:
         self._live: dict[str, _Live] = {}
 
     @classmethod
-    def from_config(cls, config: HistoryConfig, salt: int | None = None) -> Self:
-        """The drafter that a configuration asks for."""
+    def from_config(cls, config: HistoryConfig, salt: int | None = None, chains: bool = False) -> Self:
+        """The drafter that a configuration asks for; with ``chains`` for an engine that verifies no trees."""
         return cls(
             Settings(
                 window=config.window,
@@ -51,6 +52,7 @@ class HistoryDrafter:
                 floor=config.floor,
                 matches=config.matches,
                 threads=config.threads,
+                chains=chains,
             ),
             salt,
         )
@@ -65,7 +67,7 @@ class HistoryDrafter:
         self.history.start_batch(numbers, shards, *flat([request.prompt for request in requests]))
 
     def propose(self, request_ids: Sequence[str], budget: int) -> list[Draft]:
-        """A tree for each request whose context matches something, at most ``budget`` nodes."""
+        """A tree (or chain) for each request whose context matches something, at most ``budget`` nodes."""
         live = [self._live[name] for name in request_ids]
         tokens, parents, probs, sources, offsets, ready = self.history.propose_batch(_numbers(live), budget)
         drafts = []
@@ -80,7 +82,7 @@ class HistoryDrafter:
                     tokens=tokens[first:last],
                     length=request.length,
                     version=self._version,
-                    parents=parents[first:last],
+                    parents=None if self.settings.chains else parents[first:last],
                     sources=sources[first:last],
                     probs=probs[first:last],
                     prefetched=bool(ready[index]),

@@ -39,6 +39,7 @@ class PlainHistory:
         matches: int,
         threads: int,  # noqa: ARG002
         patient: bool,  # noqa: ARG002
+        chains: bool,
     ) -> None:
         if window < 1 or elsewhere_tokens < 0 or cap_bytes < 0 or matches < 1 or not 0 < floor < 1:
             raise ValueError("window and matches must be >= 1, caps >= 0 and floor in (0, 1)")
@@ -47,6 +48,7 @@ class PlainHistory:
         self._siblings = siblings
         self._floor = floor
         self._matches = matches
+        self._chains = chains
         self._version = 0
         self._votes = Votes()
         self._store = Store(window, elsewhere_tokens)
@@ -121,7 +123,7 @@ class PlainHistory:
         )
         context = [*own.tokens[-MAX_LENGTH:], *outcome]
         position = len(own.tokens) - own.start + len(outcome)
-        return grow(evidence, self._votes, context, position, budget, self._floor)
+        return grow(evidence, self._votes, context, position, budget, self._floor, self._chains)
 
     def start_batch(self, requests: Int64s, shards: Int64s, tokens: Int32s, offsets: Int64s) -> None:
         """See ``History.start_batch``."""

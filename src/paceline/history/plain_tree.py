@@ -129,8 +129,10 @@ class Evidence:
         return sequence.shard == self.asking.shard or self._hidden(sequence)
 
 
-def grow(evidence: Evidence, votes: Votes, context: list[int], position: int, budget: int, floor: float) -> Tree:
-    """A tree of at most ``budget`` nodes, none less probable than ``floor``.
+def grow(
+    evidence: Evidence, votes: Votes, context: list[int], position: int, budget: int, floor: float, chain: bool
+) -> Tree:
+    """A tree of at most ``budget`` nodes, none less probable than ``floor``; a ``chain`` takes the best child only.
 
     ``context`` is the end of what was said (at most ``MAX_LENGTH`` tokens count); ``position`` tokens of the response
     are in it.
@@ -157,7 +159,14 @@ def grow(evidence: Evidence, votes: Votes, context: list[int], position: int, bu
 
     add(Node(token=-1, parent=-1, depth=0, prob=1.0, source=0))
     while len(tree.nodes) <= budget and tree.leaves:
-        leaf = heappop(tree.leaves)
+        if chain:
+            children = [leaf for leaf in tree.leaves if leaf.parent == len(tree.nodes) - 1]
+            if not children:
+                break
+            leaf = min(children)
+            tree.leaves.remove(leaf)
+        else:
+            leaf = heappop(tree.leaves)
         tree.children[leaf.parent, leaf.token] = len(tree.nodes)
         add(Node(leaf.token, leaf.parent, tree.nodes[leaf.parent].depth + 1, -leaf.minus_prob, leaf.source))
     return tree

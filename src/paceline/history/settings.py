@@ -14,7 +14,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     ``cap_bytes`` caps the memory of responses (0: no cap); the oldest go first, whole. ``floor`` is the least
     probability of a drafted node, ``matches`` how many places vote at most, of the prompt and of others each.
     ``threads`` work beside the caller's (-1: as many as there are spare cores, at most 3). ``patient`` waits for
-    prefetched drafts that are not ready yet: drafts are then the same in every run.
+    prefetched drafts that are not ready yet: drafts are then the same in every run. With ``chains`` a draft is a chain.
     """
 
     window: int = 64
@@ -25,6 +25,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     matches: int = 32
     threads: int = -1
     patient: bool = False
+    chains: bool = False
 
 
 def make_history(settings: Settings, native: bool = True) -> History:

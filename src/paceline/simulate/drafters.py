@@ -15,11 +15,11 @@ from paceline.drafters.baselines import BASELINES
 from paceline.schema import PacelineError
 
 
-def _history(**options: Any) -> Drafter:
-    """The history drafter; its options are the keys of ``drafter.history``. Equal calls draft equally."""
+def _history(chains: bool = False, **options: Any) -> Drafter:
+    """The history drafter; its options are the keys of ``drafter.history``, and chains. Equal calls draft equally."""
     config = msgspec.convert(options, HistoryConfig)
     # A replay has no pass to prepare drafts under, so it waits for them.
-    settings = msgspec.structs.replace(HistoryDrafter.from_config(config, salt=0).settings, patient=True)
+    settings = msgspec.structs.replace(HistoryDrafter.from_config(config, salt=0, chains=chains).settings, patient=True)
     if config.prefetch:
         return PrefetchingDrafter(settings, salt=0, outcomes=config.prefetch)
     return HistoryDrafter(settings, salt=0)
@@ -73,7 +73,8 @@ def drafter_by_name(name: str) -> Drafter:
 
 def _options(build: Callable[..., Drafter]) -> list[str]:
     """The keyword arguments that ``build`` takes."""
-    parameters = inspect.signature(HistoryConfig if build is _history else build).parameters.values()
+    takers = (HistoryConfig, build) if build is _history else (build,)
+    parameters = [p for taker in takers for p in inspect.signature(taker).parameters.values()]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 

@@ -92,7 +92,7 @@ Drafts History::propose(Span<int64_t> requests, int budget) {
     std::lock_guard<std::mutex> lock(calls_);
     pool_.settle(settings_.patient);
     const std::vector<Live*> batch = all_live(requests);
-    const GrowthLimits limits{budget, settings_.floor, settings_.matches};
+    const GrowthLimits limits{budget, settings_.floor, settings_.matches, settings_.chains};
     run(pool_, batch.size(), [&](size_t index, size_t thread) {
         Live& request = *batch[index];
         if (request.shard == nullptr || request.ready) return;
@@ -165,7 +165,7 @@ void History::prepare(Live& request, const std::vector<int>& verified, int outco
         return a.parent != b.parent ? a.parent < b.parent : a.token < b.token;
     });
     if (candidates.size() > static_cast<size_t>(outcomes)) candidates.resize(outcomes);
-    const GrowthLimits limits{budget, settings_.floor, settings_.matches};
+    const GrowthLimits limits{budget, settings_.floor, settings_.matches, settings_.chains};
     std::vector<int32_t> said;
     context(request, said);
     const int64_t position = static_cast<int64_t>(request.own->length) - request.own->start;

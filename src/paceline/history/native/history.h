@@ -28,6 +28,7 @@ struct Settings {
     double floor = 0.002;
     int matches = 32;
     size_t threads = 0;    // beside the caller's
+    bool chains = false;   // draft chains, not trees
     bool patient = false;  // wait for prefetched drafts that are not ready: repeatable, and never faster
 };
 

@@ -84,7 +84,7 @@ NB_MODULE(_native, module) {
         .def(
             "__init__",
             [](History* self, int64_t window, int64_t elsewhere_tokens, int64_t cap_bytes, bool siblings, double floor,
-               int matches, size_t threads, bool patient) {
+               int matches, size_t threads, bool patient, bool chains) {
                 Settings settings;
                 settings.window = window;
                 settings.elsewhere_tokens = elsewhere_tokens;
@@ -94,10 +94,11 @@ NB_MODULE(_native, module) {
                 settings.matches = matches;
                 settings.threads = threads;
                 settings.patient = patient;
+                settings.chains = chains;
                 new (self) History(settings);
             },
             nb::arg("window"), nb::arg("elsewhere_tokens"), nb::arg("cap_bytes"), nb::arg("siblings"), nb::arg("floor"),
-            nb::arg("matches"), nb::arg("threads"), nb::arg("patient"))
+            nb::arg("matches"), nb::arg("threads"), nb::arg("patient"), nb::arg("chains"))
         .def(
             "start_batch",
             [](History& self, const In<int64_t>& requests, const In<int64_t>& shards, const In<int32_t>& tokens,

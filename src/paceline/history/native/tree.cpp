@@ -37,7 +37,8 @@ class Grower {
         add({-1, -1, 0, 1.0, 0});
         expand(0);
         while (static_cast<int>(tree_.nodes.size()) <= limits_.budget && !tree_.leaves.empty()) {
-            std::pop_heap(tree_.leaves.begin(), tree_.leaves.end(), less_probable);
+            const bool found = limits_.chain ? pick_below(static_cast<int>(tree_.nodes.size()) - 1) : pick();
+            if (!found) break;
             const Leaf leaf = tree_.leaves.back();
             tree_.leaves.pop_back();
             add({leaf.token, leaf.parent, tree_.nodes[leaf.parent].depth + 1, leaf.prob, leaf.source});
@@ -50,6 +51,22 @@ class Grower {
         tree_.nodes.push_back(node);
         if (scratch_.candidates.size() < tree_.nodes.size()) scratch_.candidates.emplace_back();
         scratch_.candidates[tree_.nodes.size() - 1].clear();
+    }
+
+    // Moves the most probable leaf to the end of the leaves.
+    bool pick() {
+        std::pop_heap(tree_.leaves.begin(), tree_.leaves.end(), less_probable);
+        return true;
+    }
+
+    // The same among the children of one node; false where none is probable enough.
+    bool pick_below(int parent) {
+        Leaf* best = nullptr;
+        for (Leaf& leaf : tree_.leaves) {
+            if (leaf.parent == parent && (best == nullptr || less_probable(*best, leaf))) best = &leaf;
+        }
+        if (best != nullptr) std::swap(*best, tree_.leaves.back());
+        return best != nullptr;
     }
 
     void expand(int at) {
@@ -72,7 +89,7 @@ class Grower {
             const double prob = node.prob * votes_.calibrated(child.weight / total, child);
             if (prob < limits_.floor) continue;
             tree_.leaves.push_back({prob, leaves_++, at, child.token, kSourceOfTier[child.best.tier]});
-            std::push_heap(tree_.leaves.begin(), tree_.leaves.end(), less_probable);
+            if (!limits_.chain) std::push_heap(tree_.leaves.begin(), tree_.leaves.end(), less_probable);
         }
     }
 

@@ -30,7 +30,7 @@ struct Leaf {
 struct Tree {
     std::vector<Node> nodes;
     std::vector<Vote> votes;
-    std::vector<Leaf> leaves;  // a heap, the most probable on top
+    std::vector<Leaf> leaves;  // a heap, the most probable on top; in a chain in no order
 
     void clear() {
         nodes.clear();
@@ -55,6 +55,7 @@ struct GrowthLimits {
     int budget = 16;       // nodes
     double floor = 0.002;  // least probability of a node
     int matches = 32;      // the most that vote, own and elsewhere each
+    bool chain = false;    // after each node only its most probable child
 };
 
 // A match on its way down a path.
