@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from paceline.config import load_config
+from paceline.forward.runner import Runner
 from paceline.history.snapshot import read_snapshot
 from paceline.report.diff import diff_runs
 from paceline.report.trace import read_metrics, read_trace
@@ -285,6 +286,17 @@ def test_lora_trains_through_the_merged_refit(policy, tmp_path):
     assert records[-1].weight_version == 5
     assert all(r.mismatch_kl < 1e-8 for r in records)  # the engine samples what the adapter says
     assert (tmp_path / "run" / "policy" / "adapter_model.safetensors").is_file()
+
+
+def test_an_engine_that_decodes_with_old_weights_is_a_named_event(policy, tmp_path, monkeypatch):
+    options = ("rl.steps=3", "drafter.kind=none", "check.every=0")
+    sound = train(tiny_config(policy, tmp_path / "sound", *options))
+    assert not any("weights_stale" in record.events for record in sound)
+    monkeypatch.setattr(Runner, "load_weights", lambda self, tensors, names=None: None)
+    messages = []
+    stale = train(tiny_config(policy, tmp_path / "stale", *options), on_event=messages.append)
+    assert [record.events.get("weights_stale", 0) for record in stale] == [0, 1, 1]
+    assert any(m.startswith("weights_stale: step 1: mismatch_kl is ") for m in texts(messages))
 
 
 def test_a_law_that_the_update_does_not_know_is_a_named_event(policy, tmp_path):

@@ -10,6 +10,8 @@ from paceline.schema import PacelineError
 
 CONFIG, METRICS, ROLLOUTS, PROMPTS = "config.yaml", "metrics.jsonl", "rollouts.jsonl", "prompts.jsonl"
 POLICY = "policy"
+#: The policy as an engine that loads from disk gets it; gone when the run ends.
+EXPORT = ".engine-model"
 
 
 class RunExistsError(PacelineError):

@@ -1,6 +1,7 @@
 """The synchronous training loop: prompts, speculative rollouts, rewards, GRPO, refit, checkpoint, step by step."""
 
 import math
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,13 +11,10 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from paceline.budget.steptime import plain_generation_seconds
 from paceline.config import Config
-from paceline.drafters import history_of, make_drafter
-from paceline.engines.hf import HFEngine
-from paceline.engines.identity import Identity, check_identity
+from paceline.engines.identity import Identity
 from paceline.history.native import why_not
-from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot, read_snapshot
+from paceline.history.snapshot import SnapshotError, read_snapshot
 from paceline.report.html import write_report
 from paceline.report.live import Event, Plan
 from paceline.report.metrics import budget_metrics, rollout_metrics, speedup
@@ -32,17 +30,16 @@ from paceline.report.trace import (
 )
 from paceline.rl import checkpoint, folder
 from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
+from paceline.rl.engine import check, drafts, make_engine, projected_plain_seconds, resting
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.learner import Batch, Learner
-from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law
+from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, weights_stale
 from paceline.rl.policy import Policy
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
 from paceline.rl.timing import Clock, stop_after_step
-from paceline.sampling.grammar import Vocabulary
 from paceline.schema import PacelineError, Rollout, StepRecord
-from paceline.typed_yaml import load_by_path
 
 OnEvent = Callable[[Event], None]
 
@@ -96,23 +93,7 @@ class Run:
         grammars = [grammar for grammar in (config.sampling.grammar, *own) if grammar is not None]
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
-        vocabulary = Vocabulary(self.policy.tokenizer) if grammars else None
-        self.drafter = make_drafter(config.drafter, vocabulary=vocabulary, policy=self.policy.traits(config))
-        self._history = history_of(self.drafter)
-        self.engine = HFEngine(
-            self.policy.engine_model(),
-            drafter=self.drafter,
-            budget=config.drafter.budget,
-            budget_config=config.budget,
-            config=config.engine,
-            seed=config.seed,
-            eos_ids=self.policy.eos_ids,
-            decode=lambda tokens: self.policy.decode(np.asarray(tokens)),
-            tokenizer=vocabulary,
-            refit_names=self.policy.refit_names(),
-            verifier=None if config.engine.verifier is None else load_by_path(config.engine.verifier, "function"),
-            allow_lossy=config.allow_lossy,
-        )
+        self.engine = make_engine(config, self.policy, out / folder.EXPORT, bool(grammars))
         self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
 
@@ -121,6 +102,7 @@ class Run:
         for judge in self._judges.values():
             judge.close()
         self.engine.close()
+        shutil.rmtree(self.out / folder.EXPORT, ignore_errors=True)
 
     # Steps
 
@@ -130,7 +112,7 @@ class Run:
         self.tell(Plan(steps=total, done=self._next_step))
         self._warn_if("lossy", lossy_run(self.engine.stats().lossy))
         self._warn_if("law_shaped", shaped_law(self._shaping))
-        if self._history is not None and why_not():
+        if self.config.drafter.kind == "history" and why_not():
             self._warn("history_in_python", f"{why_not()}; drafts are the same, and take longer")
         if self._next_step == 0:
             write_prompts(self.out / folder.PROMPTS, [self._prompt_row(item) for item in self.curriculum.items])
@@ -165,7 +147,7 @@ class Run:
         clock.lap("generation")
         after = self.engine.stats()
         decisions = budget_metrics(before, after, clock.seconds["generation"])
-        if self.drafter is not None:
+        if drafts(config):
             self._warn_if("nothing_drafted", nothing_drafted(step, before, after))
 
         of_rollout = [item for item in items for _ in range(group_size)]
@@ -179,22 +161,24 @@ class Run:
 
         identity = None
         if config.check.every and step % config.check.every == 0:
-            identity = check_identity(self.engine, requests, rollouts)
+            identity = check(self.engine, config, requests, rollouts)
             self._tell_identity(step, identity)
         clock.lap("check")
 
         version = self.engine.version
-        learned = self.learner.update(
-            Batch(
-                prompts=[item.tokens for item in of_rollout],
-                responses=[rollout.tokens for rollout in rollouts],
-                rewards=rewards,
-                group_ids=[item.name for item in of_rollout],
-                engine_logprobs=[rollout.logprobs for rollout in rollouts],
+        with resting(self.engine):
+            learned = self.learner.update(
+                Batch(
+                    prompts=[item.tokens for item in of_rollout],
+                    responses=[rollout.tokens for rollout in rollouts],
+                    rewards=rewards,
+                    group_ids=[item.name for item in of_rollout],
+                    engine_logprobs=[rollout.logprobs for rollout in rollouts],
+                )
             )
-        )
         for skipped in ("skipped_no_advantage", "skipped_not_finite"):
             self._events[f"update_{skipped}"] += int(learned[skipped])
+        self._warn_if("weights_stale", weights_stale(step, learned["mismatch_kl"], self._shaping, config.policy.dtype))
         clock.lap("train")
 
         self.engine.load_weights(step + 1, self.policy.refit_tensors())
@@ -206,7 +190,7 @@ class Run:
             eval_reward, _ = self.evaluate(f"eval/{step}")
         clock.lap("eval")
 
-        plain_seconds = plain_generation_seconds(lengths, config.engine.slots, self.engine.table)
+        plain_seconds = projected_plain_seconds(self.engine, config, lengths)
         generation = clock.seconds["generation"]
         checked_seconds = identity.plain_seconds if identity else math.nan
         rows = [
@@ -299,20 +283,13 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on, and drop the old ones."""
-        blobs = {}
-        if self._history is not None:
-            blobs[HISTORY] = encode_snapshot(self._history.snapshot())
+        history = self.engine.history_snapshot()
         saved = checkpoint.save(
             self.out / folder.CHECKPOINTS,
             self._next_step,
             {"policy": self.policy.state(), "optimiser": self.learner.state()},
-            {
-                "seed": self.config.seed,
-                "weight_version": self.engine.version,
-                "step_times": self.engine.table.state(),
-                "budget": self.engine.controller.state(),
-            },
-            blobs,
+            {"seed": self.config.seed, "weight_version": self.engine.version, **self.engine.state()},
+            {} if history is None else {HISTORY: history},
             warn=self._warn,
         )
         if saved is not None:
@@ -334,14 +311,13 @@ class Run:
         self.policy.load_state(found.tensors["policy"])
         self.learner.load_state(found.tensors["optimiser"])
         self.engine.load_weights(int(found.meta["weight_version"]), self.policy.refit_tensors())
-        self.engine.table.load_state(found.meta["step_times"])
         try:
-            self.engine.controller.load_state(found.meta["budget"])
+            self.engine.load_state(found.meta)
         except (KeyError, TypeError, ValueError) as error:
             self._warn("budget_lost", f"the checkpoint's record of what drafting brought is of no use ({error!r})")
-        if self._history is not None and HISTORY in found.blobs:
+        if HISTORY in found.blobs:
             try:
-                self._history.restore(decode_snapshot(found.blobs[HISTORY]))
+                self.engine.restore_history(found.blobs[HISTORY])
             except SnapshotError as error:
                 self._warn("history_lost", f"{error}; history starts cold")
         self.tell(f"resumed after step {self._next_step - 1}")
@@ -349,16 +325,16 @@ class Run:
     def warm_start(self) -> None:
         """Start from the history that ``drafter.history.warm`` names, where it names one that can be used."""
         warm = self.config.drafter.history.warm
-        if warm is None or self._history is None:
+        if warm is None or self.config.drafter.kind != "history":
             return
         try:
             file = history_file(Path(warm).expanduser())
-            self._history.restore(read_snapshot(file))
+            held = read_snapshot(file)
+            self.engine.restore_history(file.read_bytes())
         except SnapshotError as error:
             self._warn("history_lost", f"drafter.history.warm: {error}; history starts cold")
         else:
-            held = self._history.history
-            self.tell(f"history starts warm, from {file}: {held.prompts} prompts, {held.tokens} tokens")
+            self.tell(f"history starts warm, from {file}: {held.prompts} prompts, {len(held.tokens)} tokens")
 
     def _warn_if(self, event: str, message: str | None) -> None:
         if message is not None:

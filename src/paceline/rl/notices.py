@@ -33,3 +33,23 @@ def lossy_run(settings: Sequence[str]) -> str | None:
     if not settings:
         return None
     return f"{', '.join(settings)}: tokens need not follow the policy's law; every metric and trace line says so"
+
+
+#: More mismatch than rounding explains, in nats a token. Rounding gives 1e-9 to 1e-7 in float32, 1e-3 in bfloat16; a
+#: sampler that is one update behind 1e-3 and more, one that holds a stale matrix about 0.1.
+_MISMATCH = {"bfloat16": 2e-2}
+_MISMATCH_DEFAULT = 1e-4
+
+
+def weights_stale(step: int, mismatch_kl: float, sampling: SamplingParams, dtype: str) -> str | None:
+    """Where rollouts were sampled from other weights than those that train, how far apart the two are.
+
+    A law that other settings shape differs anyway, and so is not judged; nor is a step that compared nothing (NaN).
+    """
+    limit = _MISMATCH.get(dtype, _MISMATCH_DEFAULT)
+    if shaped_law(sampling) is not None or not mismatch_kl > limit:
+        return None
+    return (
+        f"step {step}: mismatch_kl is {mismatch_kl:.2g} nats, more than rounding explains ({limit:g}): the engine does "
+        "not sample from the weights that train, and the gradient is off-policy"
+    )

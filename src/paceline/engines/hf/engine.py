@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig, EngineConfig
+from paceline.drafters import history_of
 from paceline.drafters.base import Drafter
 from paceline.engines.guard import check_lossless, verification
 from paceline.engines.hf.intake import Limits, default_eos_ids, expand, start_grammar
@@ -23,6 +24,7 @@ from paceline.engines.hf.row import Row
 from paceline.engines.hf.schedule import Scheduler, Share
 from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner
+from paceline.history.snapshot import decode_snapshot, encode_snapshot
 from paceline.sampling.accept import Verdict, VerifyRow, accept
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
@@ -206,6 +208,26 @@ class HFEngine:
     def stats(self) -> EngineStats:
         """A copy of the counters since the engine was built."""
         return msgspec.structs.replace(self._stats, events=dict(self._stats.events))
+
+    def state(self) -> dict[str, Any]:
+        """What was measured of passes and drafts, for a checkpoint: plain numbers."""
+        return {"step_times": self.table.state(), "budget": self.controller.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state`` gave; KeyError, TypeError or ValueError for anything else."""
+        self.table.load_state(state["step_times"])
+        self.controller.load_state(state["budget"])
+
+    def history_snapshot(self) -> bytes | None:
+        """The drafter's history as ``encode_snapshot`` writes it, None without one. No request in flight."""
+        history = history_of(self.drafter)
+        return None if history is None else encode_snapshot(history.snapshot())
+
+    def restore_history(self, data: bytes) -> None:
+        """Take over what ``history_snapshot`` gave, where the drafter keeps a history. SnapshotError if it cannot."""
+        history = history_of(self.drafter)
+        if history is not None:
+            history.restore(decode_snapshot(data))
 
     def close(self) -> None:
         """Release the KV memory and give the model back; later calls raise."""
