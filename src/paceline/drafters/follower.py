@@ -1,0 +1,303 @@
+"""Drafting inside somebody else's engine, of which nothing is known but what its batch holds after each pass."""
+
+from collections.abc import Callable, Container, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from paceline.budget.allocate import Floats, pruned
+from paceline.budget.controller import BudgetController, Plan
+from paceline.budget.lengths import Lengths, straggler_weights
+from paceline.budget.steptime import StepTimeTable
+from paceline.config import BudgetConfig
+from paceline.drafters.base import Drafter, Prefetcher
+from paceline.drafters.chains import as_chain, impossible
+from paceline.drafters.follower_books import CANARY, Batch, Introduced, Life, Lives, Passed
+from paceline.schema import Draft, EngineStats, FinishReason, Outcome
+
+__all__ = ["CANARY", "Batch", "Follower", "Introduced"]
+
+#: Lengths are predicted anew after so many passes.
+_WEIGHED_EVERY = 8
+#: Counters of so many ended requests are kept for who asks.
+_MOST_ENDED = 1 << 16
+
+_Over = list[tuple[Life, FinishReason]]
+
+
+class Follower:
+    """Drives a drafter and a budget from an engine that only shows its batch, pass by pass.
+
+    ``budget`` is the most tokens drafted for a row, ``context`` the longest sequence, ``vocabulary`` the number of
+    token ids; drafts that do not keep to them are cut or dropped. ``introduce`` says what a request is when it is first
+    seen; None for one that cannot be followed. Without a ``controller`` all that is offered is verified.
+
+    Each request is started once, told its tokens in order, and finished once; what lies beyond its stop or its length
+    is not told. Rows may leave the batch and come back, grow unseen, and be gone for good. A request that leaves before
+    its end was seen counts as aborted, or as complete where it has stop strings. Requests whose id begins with
+    ``CANARY`` are drafted for and not remembered. A drafter that raises is not called again: the event
+    ``drafter_lost`` is counted in ``stats``, and ``loss`` says why.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        controller: BudgetController | None = None,
+        *,
+        budget: int,
+        context: int,
+        vocabulary: int,
+        introduce: Callable[[str], Introduced | None],
+        stats: EngineStats,
+    ) -> None:
+        self.controller = controller or BudgetController(BudgetConfig(mode="fixed"), StepTimeTable(), stats)
+        self.budget = budget
+        self.context = context
+        self.vocabulary = vocabulary
+        self.stats = stats
+        self.version = 0
+        self.loss: str | None = None
+        self._drafter = drafter
+        self._prefetcher = drafter if isinstance(drafter, Prefetcher) else None
+        self._is_drafting = True
+        self._lives = Lives(introduce, context, stats)
+        self._lengths = Lengths()
+        self._weights: dict[str, float] = {}
+        self._passes = 0
+        self._ended: dict[str, tuple[int, int, int]] = {}
+        self._plan = Plan("plain", 0)
+        self._planned: set[str] = set()
+        self._drafted: list[Life] = []  # those of the plan's drafts
+        self._is_disturbed = False
+        self._returned = 0.0
+
+    def propose(self, batch: Batch, alive: Callable[[str], bool] | Container[str]) -> list[list[int]]:
+        """Take in what a pass did and draft for the next one: a chain for each of the R rows, empty for none.
+
+        ``alive`` says which requests are still in the engine, in the batch or not.
+        """
+        began = perf_counter()
+        rows, new, over = self._lives.meet(batch, alive)
+        self._finish(over)
+        if new:
+            self._lengths.start([life.request for life in new])
+            self._call("start", [life.request for life in new])
+        passed = self._commit(batch, rows)
+        self._close(batch, passed, perf_counter() - self._returned)
+        self._finish(passed.over)
+        drafts = self._draft(batch, rows, passed)
+        self._returned = perf_counter()
+        self.stats.draft_seconds += self._returned - began
+        return drafts
+
+    def set_drafting(self, on: bool) -> None:
+        """Draft or not; the batch is followed all the same, so nothing is lost."""
+        self._is_drafting = on
+
+    def on_weights(self, version: int) -> None:
+        """The policy moved to ``version``; drafts in flight are void."""
+        self.version = self.stats.weight_version = version
+        self._is_disturbed = True
+        self.controller.refit()
+        self._call("on_weights", version)
+
+    def settle(self, alive: Callable[[str], bool] | Container[str] = ()) -> None:
+        """Finish the requests that have left the engine, all that are not ``alive``, without waiting for a pass."""
+        self._finish(self._lives.leave(alive))
+
+    def take_ended(self) -> dict[str, tuple[int, int, int]]:
+        """Tokens drafted and accepted, and passes decoded, of the requests that ended since the last call.
+
+        Keys are the ids that ``introduce`` gave. Of very many requests the newest are kept.
+        """
+        ended, self._ended = self._ended, {}
+        return ended
+
+    # What the pass did
+
+    def _commit(self, batch: Batch, rows: Sequence[Life | None]) -> Passed:
+        """Tell the drafter what each row emitted, up to its end."""
+        passed = Passed.of(batch, rows)
+        outcomes = []
+        for index, life in enumerate(rows):
+            piece = passed.pieces[index]
+            if life is None or not len(piece):
+                continue
+            emitted, verified = passed.sizes[index], int(batch.verified[index])
+            is_gap = len(piece) != emitted
+            end = life.cut(piece, piece.tolist() if is_gap else batch.emitted[index])
+            accepted = max(min(emitted - 1, verified, end.count - (len(piece) - emitted)), 0)
+            life.seen = None
+            if is_gap:
+                passed.is_whole = False
+            elif self._is_due(life.draft, life.length, verified):
+                life.seen = verified, accepted, accepted == end.count
+            elif verified:
+                passed.is_whole = False
+            piece = piece[: end.count]
+            life.take(piece, self.version, verified, accepted)
+            if end.reason is not None:
+                life.ended = end.reason
+                passed.over.append((life, end.reason))
+            passed.emitted += end.count
+            passed.drafted += verified
+            passed.accepted += accepted
+            outcomes.append(
+                Outcome(
+                    request_id=life.request.request_id,
+                    tokens=piece,
+                    accepted=accepted,
+                    drafted=verified,
+                    finished=end.reason is not None,
+                )
+            )
+        if outcomes:
+            self._call("commit", outcomes)
+        return passed
+
+    def _is_due(self, draft: Draft | None, length: int, verified: int) -> bool:
+        """Whether the pass verified this draft: it belongs to the length and to the version of the policy."""
+        return (
+            draft is not None
+            and draft.length == length
+            and draft.version == self.version
+            and verified <= len(draft.tokens)
+        )
+
+    def _close(self, batch: Batch, passed: Passed, seconds: float) -> None:
+        """Tell the budget what became of the pass and what it cost."""
+        stats, plan = self.stats, self._plan
+        stats.forwards += 1
+        stats.row_forwards += passed.decoded
+        stats.tokens_emitted += passed.emitted
+        stats.tokens_drafted += passed.drafted
+        stats.tokens_accepted += passed.accepted
+        present = set(batch.request_ids)
+        # Between passes that share no row, and around a refit, the engine did other things too.
+        is_timed = not self._is_disturbed and not self._planned.isdisjoint(present)
+        is_clean = passed.is_whole and is_timed and self._planned == present
+        self._is_disturbed = False
+        found = [life.seen or (0, 0, False) for life in self._drafted]
+        self._keep(plan, [verified for verified, _, _ in found])
+        for life in self._drafted:
+            life.draft = life.seen = None
+        if not is_clean:
+            plan.rows = passed.decoded
+        if plan.rows:
+            self.controller.close(
+                plan,
+                [np.arange(accepted) for verified, accepted, _ in found if verified],
+                [cut for verified, _, cut in found if verified],
+                emitted=passed.emitted,
+                seconds=seconds if is_timed else 0.0,
+                is_clean=is_clean,
+            )
+
+    def _keep(self, plan: Plan, verified: Sequence[int]) -> None:
+        """Cut a plan down to what the engine did verify of each draft."""
+        if plan.nodes is None or all(
+            count == len(draft.tokens) for count, draft in zip(verified, plan.drafts, strict=True)
+        ):
+            return
+        keep = [np.arange(count) for count in verified]
+        if not any(verified):
+            self.controller.drop(plan)
+            return
+        plan.nodes = plan.nodes.kept(keep)
+        plan.drafts = [pruned(draft, own) for draft, own in zip(plan.drafts, keep, strict=True) if len(own)]
+
+    def _finish(self, over: _Over) -> None:
+        """Requests are over: what they said is remembered, or forgotten where it was aborted."""
+        if not over:
+            return
+        rollouts = [life.rollout(reason) for life, reason in over]
+        for life, _ in over:
+            self._ended.pop(life.name, None)
+            self._ended[life.name] = life.drafted, life.accepted, life.forwards
+        while len(self._ended) > _MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self._lengths.finish(rollouts)
+        self._call("finish", rollouts)
+
+    # What the next pass verifies
+
+    def _draft(self, batch: Batch, rows: Sequence[Life | None], passed: Passed) -> list[list[int]]:
+        decoding = [index for index, life in enumerate(rows) if passed.sizes[index] and (life is None or life.goes_on)]
+        self._planned = {batch.request_ids[index] for index in decoding}
+        chains: list[list[int]] = [[] for _ in rows]
+        plan = self._plan = Plan("plain", len(decoding))
+        self._drafted = []
+        asked: dict[str, int] = {}
+        if self._is_drafting and self._drafter is not None and self.budget > 0:
+            for index in decoding:
+                life = rows[index]
+                if life is not None and life.may_draft and life.length == passed.lengths[index]:
+                    asked[life.request.request_id] = index
+        if not asked:
+            return chains
+        plan = self._plan = self.controller.open(len(decoding))
+        if plan.kind == "plain":
+            return chains
+        began = perf_counter()
+        self.stats.drafts_asked += len(asked)
+        lives = {name: life for name, index in asked.items() if (life := rows[index]) is not None}
+        offered = self._offered(lives)
+        plan.propose_seconds = perf_counter() - began
+        weights = self._straggler_weights(lives, offered, len(rows))
+        chosen = self.controller.choose(plan, offered, most=self.budget * len(asked), weights=weights)
+        plan.propose_seconds = perf_counter() - began
+        for draft in chosen:
+            life = lives[draft.request_id]
+            life.draft = draft
+            self._drafted.append(life)
+            chains[asked[draft.request_id]] = draft.tokens.tolist()
+        if self._prefetcher is not None and chosen:
+            self._call("verifying", chosen)
+        return chains
+
+    def _offered(self, lives: dict[str, Life]) -> list[Draft]:
+        """The drafter's drafts as chains that may be verified."""
+        drafts = []
+        for draft in self._call("propose", list(lives), self.budget) or ():
+            life = lives.get(draft.request_id)
+            if life is None or draft.length != life.length or draft.version != self.version:
+                self.stats.count("draft_stale")
+                continue
+            self.stats.drafts_prefetched += draft.prefetched
+            try:
+                chain = as_chain(draft, min(self.budget, life.room - 1))
+            except ValueError:
+                self.stats.count("draft_malformed")
+                continue
+            if len(chain.tokens):
+                drafts.append(chain)
+        is_bad = impossible(drafts, self.vocabulary)
+        if any(is_bad):
+            self.stats.count("draft_malformed", sum(is_bad))
+            drafts = [draft for draft, bad in zip(drafts, is_bad, strict=True) if not bad]
+        return drafts
+
+    def _straggler_weights(self, lives: dict[str, Life], offered: Sequence[Draft], rows: int) -> Floats | None:
+        """What a token of each offered draft is worth, where a batch drains; None where all are worth the same."""
+        exponent = self.controller.config.stragglers
+        if not exponent or not self.controller.prunes or rows >= self._lives.fullest:
+            self._weights = {}
+            return None
+        if not self._weights or self._passes % _WEIGHED_EVERY == 0:
+            remaining = self._lengths.remaining(list(lives), [life.said for life in lives.values()])
+            self._weights = dict(zip(lives, straggler_weights(remaining, exponent).tolist(), strict=True))
+        self._passes += 1
+        return np.array([self._weights.get(draft.request_id, 1.0) for draft in offered])
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call the drafter; one that raises is lost, and the engine goes on without it."""
+        if self._drafter is None:
+            return None
+        try:
+            return getattr(self._drafter, name)(*arguments)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine's pass
+            self._drafter = self._prefetcher = None
+            self.loss = f"{type(error).__name__}: {error}"
+            self.stats.count("drafter_lost")
+            return None
