@@ -1,0 +1,143 @@
+"""What the engine asks of vLLM's workers, as methods that vLLM adds to each of them."""
+
+from typing import Any, Literal
+
+import torch
+
+from paceline.engines.vllm import workarounds
+from paceline.forward.checksum import checksums
+from paceline.schema import PacelineError
+
+#: What may be asked of the plug-in in the worker.
+PLUGIN_METHODS = ("report", "set_drafting", "on_weights", "snapshot", "restore", "state", "load_state", "close")
+#: The name under which vLLM knows the transfer engine.
+TRANSFER = "paceline"
+#: A packed matrix that answers this differently from its weight, relative to the largest answer, is stale.
+_STALE = 0.02
+
+Part = Literal["policy", "drafter"]
+
+
+class WorkerExtension:
+    """Goes to vLLM as ``worker_extension_cls``; every method is called by name through ``collective_rpc``."""
+
+    model_runner: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
+
+    def paceline_mend(self, mend: bool) -> list[str]:
+        """Mend known faults, or take earlier mends back; returns the names of those that are mended now."""
+        return workarounds.mend_worker(self.model_runner, mend)
+
+    @torch.inference_mode()
+    def paceline_checksums(self, part: Part) -> dict[str, int]:
+        """64 bits for each tensor of the policy's or the drafter's model, by name; none where there is no model.
+
+        A matrix that vLLM keeps in packed form only is represented by its answer to a fixed input. What a drafter
+        shares with the policy counts as the policy's.
+        """
+        model = _model(self, part)
+        if model is None:
+            return {}
+        own = _tensors(model)
+        if part == "drafter":
+            shared = {tensor.data_ptr() for tensor in _tensors(_model(self, "policy")).values()}
+            own = {name: tensor for name, tensor in own.items() if tensor.data_ptr() not in shared}
+        shared_modules = set() if part == "policy" else set(_model(self, "policy").modules())
+        return checksums({**own, **_answers(model, shared_modules)})
+
+    @torch.inference_mode()
+    def paceline_stale(self, part: Part) -> list[str]:
+        """The layers whose packed matrix is not the one of their weight."""
+        model = _model(self, part)
+        return [] if model is None else [name for name, layer in model.named_modules() if _is_stale(layer)]
+
+    def paceline_layout(self) -> dict[str, Any]:
+        """How the policy's weights are laid out: ``fused`` layers by the names of their parts, and whether ``tied``."""
+        model = _model(self, "policy")
+        config = self.vllm_config.model_config.hf_config.get_text_config()
+        fused = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
+        return {"fused": fused, "tied": bool(getattr(config, "tie_word_embeddings", False))}
+
+    def paceline_has_draft_model(self) -> bool:
+        """Whether a model drafts, with weights of its own."""
+        return _model(self, "drafter") is not None
+
+    def paceline_reload(self, part: Part) -> bool:
+        """Load the weights that the model was started with again; false where no model has that part."""
+        from vllm.config import set_current_vllm_config
+
+        from paceline.engines.vllm import transfer
+
+        model = _model(self, part)
+        if model is None:
+            return False
+        with set_current_vllm_config(self.vllm_config):
+            transfer.reload(model, _model_config(self, part), self.vllm_config.load_config)
+        return True
+
+    def paceline_loaded(self) -> dict[str, Any]:
+        """The last weight update: its ``version``, ``part`` and the ``names`` that were loaded, as vLLM has them."""
+        return dict(self.weight_transfer_engine.last)
+
+    def paceline_plugin(self, method: str, *args: Any) -> Any:
+        """Call a method of the drafter plug-in; None where another drafter serves."""
+        if method not in PLUGIN_METHODS:
+            raise PacelineError(f"the plug-in has no method {method!r}; it has {', '.join(PLUGIN_METHODS)}")
+        plugin = getattr(self.model_runner, "drafter", None)
+        call = getattr(plugin, method, None)
+        return None if call is None else call(*args)
+
+
+def _model(worker: Any, part: Part) -> Any:
+    return worker.model_runner.get_model() if part == "policy" else worker.get_draft_model()
+
+
+def _model_config(worker: Any, part: Part) -> Any:
+    config = worker.vllm_config
+    return config.model_config if part == "policy" else config.speculative_config.draft_model_config
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if tensor.numel()}
+
+
+def _answers(model: Any, shared: set[Any]) -> dict[str, torch.Tensor]:
+    """What packed layers answer to a fixed input, by name."""
+    layers = {name: layer for name, layer in model.named_modules() if _is_packed(layer) and layer not in shared}
+    return {f"{name}.packed": layer.cpu_linear(_probe(layer), layer.weight, None) for name, layer in layers.items()}
+
+
+def _is_packed(layer: Any) -> bool:
+    """Whether the layer multiplies by a copy of its weight that vLLM made for the CPU."""
+    return getattr(layer, "cpu_linear", None) is not None and _width(layer) > 0
+
+
+def _width(layer: Any) -> int:
+    # Where only the packed matrix was kept the weight is an empty vector.
+    return int(layer.weight.shape[1] if layer.weight.ndim == 2 else getattr(layer, "input_size_per_partition", 0))
+
+
+def _probe(layer: Any) -> torch.Tensor:
+    return torch.randn(1, _width(layer), generator=torch.Generator().manual_seed(0)).to(layer.weight.dtype)
+
+
+def _is_stale(layer: Any) -> bool:
+    if not _is_packed(layer) or layer.weight.ndim != 2:
+        return False
+    packed = layer.cpu_linear(_probe(layer), layer.weight, None)
+    direct = torch.nn.functional.linear(_probe(layer), layer.weight)
+    return bool((packed - direct).abs().max() > _STALE * direct.abs().max())
+
+
+def _register_transfer() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if TRANSFER not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(TRANSFER, "paceline.engines.vllm.transfer", "TransferEngine")
+
+
+# vLLM imports this module in each worker, when it looks up the class above; a moment later it looks up the transfer
+# engine by name, and offers nothing in between.
+_register_transfer()
