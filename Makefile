@@ -33,7 +33,7 @@ DEMO_OUT ?= runs/demo
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm assets test test-vllm check sanitize demo bench docs clean
+.PHONY: help venv venv-vllm assets test test-vllm check sanitize demo bench bench-vllm docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -133,8 +133,13 @@ SANITIZED_PYTHON = LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc
 demo: assets ## train SmolLM2-135M on function calls with speculative rollouts; ends with a report
 	$(BIN)/paceline train examples/function_call.yaml --out $(DEMO_OUT) --overwrite
 
-bench: assets ## run every benchmark
-	@for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+bench: assets ## run every benchmark that needs no vLLM
+	@for file in $(sort $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/*.py))); do \
+	  echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+bench-vllm: assets venv-vllm ## run the benchmarks that need the real vLLM
+	@for file in $(sort $(wildcard benchmarks/vllm_*.py)); do \
+	  echo "== $$file"; $(VLLM_ENV) $(VLLM_BIN)/python $$file || exit 1; done
 
 docs: $(VENV)/.docs-ready ## build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
