@@ -4,67 +4,55 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
-from paceline.schema import EngineStats, PacelineError
+from paceline.engines.vllm.counts import PassCounts
+from paceline.schema import PacelineError
 
 
 class VllmError(PacelineError):
-    """vLLM failed, or died; the message says at what and how it went on."""
+    """vLLM failed, or died; the message says at what, and what to do."""
 
 
 @dataclass(frozen=True)
 class Delta:
     """What vLLM handed out for a request: new tokens with a log-probability each, in the order of emission.
 
-    ``passes`` has one entry for each pass that emitted them, the number of its tokens; ``finish`` is vLLM's reason
-    (``stop``, ``length``, ``abort``, ``error``, ``repetition``) where the request ended.
+    ``passes`` has one entry for each pass that emitted them, the number of its tokens. ``cached`` is how many tokens of
+    the prompt were not computed for it. Where the request ended, ``finish`` is vLLM's reason (``stop``, ``length``,
+    ``abort``, ``error``, ``repetition``), and ``drafts`` has how many tokens were drafted, and how many of them kept,
+    in each pass that verified some; None where vLLM does not say.
     """
 
     request_id: str
     tokens: Sequence[int]
     logprobs: Sequence[float]
     passes: Sequence[int]
+    cached: int = 0
     finish: str | None = None
+    drafts: Sequence[tuple[int, int]] | None = None
 
 
-class PassCounts(msgspec.Struct, kw_only=True):
-    """What vLLM's scheduler counted since the engine was built; ``seconds`` of passes, ``drafts`` are rows with one."""
+@dataclass
+class Launch:
+    """How a vLLM is started: engine arguments, environment, and whether its core runs in this process."""
 
-    passes: int = 0
-    tokens_prefilled: int = 0
-    tokens_emitted: int = 0
-    prompts_shared: int = 0
-    preemptions: int = 0
-    drafts: int = 0
-    tokens_drafted: int = 0
-    tokens_accepted: int = 0
-    seconds: float = 0.0
-
-    def add_to(self, stats: EngineStats) -> None:
-        """Book them as an engine's counters."""
-        stats.forwards = self.passes
-        stats.tokens_prefilled = self.tokens_prefilled
-        stats.prompts_shared = self.prompts_shared
-        stats.preemptions = self.preemptions
-        stats.tokens_drafted = self.tokens_drafted
-        stats.tokens_accepted = self.tokens_accepted
-        stats.forward_seconds = self.seconds
+    arguments: dict[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    in_process: bool = True
+    mend: bool = True
 
 
 class Front(Protocol):
-    """One vLLM. Everything that reaches the workers goes through ``rpc``, so all of it works in any process.
+    """One vLLM. What must reach the workers goes through ``rpc``, so it works wherever they are.
 
-    ``context`` is the longest sequence, ``vocabulary`` the size of the policy's, in tokens. ``kv_tokens`` is the room
-    of the KV cache. Any call may raise VllmError.
+    ``context`` is the longest sequence, ``vocabulary`` the size of the policy's, both in tokens. Any call may raise
+    VllmError.
     """
 
     context: int
     vocabulary: int
-    kv_tokens: int
 
     def add(self, request_id: str, prompt: Sequence[int], params: Any) -> None:
-        """Queue a request; ``params`` are vLLM's own. ValueError where vLLM refuses it; nothing is queued then."""
+        """Queue a request; ``params`` are vLLM's own. ValueError where vLLM refuses it; it is not queued then."""
 
     def poll(self, timeout_s: float) -> list[Delta]:
         """What was emitted since; waits at most ``timeout_s`` for something. Where passes run here, it runs one."""
@@ -95,13 +83,3 @@ class Front(Protocol):
 
     def close(self) -> None:
         """End vLLM and free the process for another one."""
-
-
-@dataclass
-class Launch:
-    """How a vLLM is started: engine arguments, environment, and whether its core runs in this process."""
-
-    arguments: dict[str, Any]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    in_process: bool = True
-    mend: bool = True
