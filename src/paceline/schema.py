@@ -19,6 +19,9 @@ FinishReason = Literal["stop", "length", "abort"]
 #: answers to other prompts (``elsewhere``), or the only token that a grammar allowed (``forced``).
 SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "elsewhere", "forced")
 
+#: Requests whose ids begin so are the sentinel's: nothing is remembered of them, and their rollouts end as ``abort``.
+CANARY = "canary/"
+
 
 class PacelineError(Exception):
     """Base of every error that paceline raises by name; the message is one line: what, where, what to do."""
@@ -206,7 +209,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     budget expected the passes to emit. ``drafts_asked`` counts requests for which a draft was asked for, and
     ``drafts_prefetched`` those whose draft was ready. ``pass_seconds`` is what the passes took, drafting included, and
     ``plain_seconds`` what plain passes would have taken for the same tokens. ``lossy`` names the settings under which
-    the engine is not known to keep the policy's law.
+    the engine is not known to keep the policy's law. ``drafter_version`` is that of the drafter's own weights, None
+    where it has none; ``canary_acceptance`` the share of the last canaries' tokens that had been drafted.
     """
 
     forwards: int = 0
@@ -218,6 +222,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompts_shared: int = 0
     preemptions: int = 0
     weight_version: int = 0
+    drafter_version: int | None = None
+    canary_acceptance: float = math.nan
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
     accept_seconds: float = 0.0
@@ -272,6 +278,8 @@ class StepRecord(msgspec.Struct, kw_only=True):
     passes_probed: int = 0
     prefetch_coverage: float = math.nan
     draft_seconds_share: float = math.nan
+    drafter_version: int | None = None
+    canary_acceptance: float = math.nan
     identity: str = "not checked"
     lossy: list[str] = []
     eval_reward: float = math.nan
