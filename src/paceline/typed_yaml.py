@@ -63,6 +63,13 @@ def load(kind: type[StructT], path: str | Path | None, overrides: Sequence[str])
     return built
 
 
+def convert(kind: type[StructT], tree: dict[str, Any], place: str) -> StructT:
+    """A ``kind`` from a tree of plain values that was found at ``place``. Raises ConfigError as ``load`` does."""
+    built = _Builder(kind, {"": place}).build(kind, tree, "")
+    assert isinstance(built, kind)
+    return built
+
+
 def dump(tree: dict[str, Any]) -> str:
     """``tree`` as YAML text that ``load`` reads back to the same values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)

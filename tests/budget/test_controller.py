@@ -246,3 +246,21 @@ def test_what_was_learned_survives_a_checkpoint_and_damage_is_refused():
         with pytest.raises((KeyError, TypeError, ValueError)):
             fresh.load_state(damaged)
     assert fresh.state() == before
+
+
+def test_an_engine_that_warms_up_is_not_judged_by_the_first_pass_of_a_shape() -> None:
+    def loss_of_first_draft(warms_up: bool) -> tuple[float, float]:
+        table = StepTimeTable()
+        controller = BudgetController(BudgetConfig(), table, EngineStats(events={}), warms_up=warms_up)
+        for _ in range(2):
+            controller.close(controller.open(4), [], [], emitted=4, seconds=0.01)
+        plan = controller.open(4)
+        chain = Draft(request_id="a", tokens=as_tokens([1]), length=4, probs=np.array([0.9], np.float32))
+        assert controller.choose(plan, [chain], most=8)
+        controller.close(plan, [np.arange(1)], [False], emitted=5, seconds=3.0)
+        return table.seconds(4, 5), table.confidence(4, 5)
+
+    cold, warm = loss_of_first_draft(False), loss_of_first_draft(True)
+    assert cold[0] > 1
+    assert warm[0] < 0.02
+    assert (cold[1] > 0, warm[1]) == (True, 0.0)

@@ -1,0 +1,146 @@
+"""The plug-in: a proposer of vLLM that drafts from paceline's history, within paceline's budget."""
+
+import logging
+from multiprocessing import util
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.budget.controller import BudgetController
+from paceline.budget.steptime import StepTimeTable
+from paceline.config import PluginConfig
+from paceline.drafters import history_of, make_drafter
+from paceline.drafters.follower import Follower, Introduced
+from paceline.engines.vllm.versions import require_vllm
+from paceline.engines.vllm.workarounds import mend_worker, standing
+from paceline.integrations.vllm.keeping import Keeper, place
+from paceline.integrations.vllm.requests import Groups, introduced
+from paceline.integrations.vllm.runner import builder, drafts_here
+from paceline.integrations.vllm.settings import settings_of
+from paceline.schema import EngineStats
+
+logger = logging.getLogger("paceline.vllm")
+
+
+class HistoryProposer:
+    """What vLLM builds for ``method: custom_class``; ``num_speculative_tokens`` is the most drafted for a row.
+
+    Settings come as ``additional_config={"paceline": {...}}``, the fields of ``config.PluginConfig``. Whatever goes
+    wrong while it proposes costs drafts, never a token: ``drafter_lost`` is counted, and decoding goes on without
+    drafts. Raises ConfigError, VllmVersionError or SeamError at construction.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        require_vllm("plugin")
+        config = settings_of(vllm_config)
+        self.config: PluginConfig = config
+        self.stats = EngineStats(events={})
+        self._runner = builder()
+        self._drafts_here = drafts_here(vllm_config.parallel_config)
+        self._groups = Groups()
+        self._is_lost = self._is_told = False
+        self._drafter = make_drafter(config.drafter, chains=True)
+        self._controller = BudgetController(config.budget, StepTimeTable(), self.stats, warms_up=True)
+        self._follower = Follower(
+            self._drafter,
+            self._controller,
+            budget=self._runner.budget,
+            context=self._runner.context,
+            vocabulary=self._runner.vocabulary,
+            introduce=self._introduced,
+            stats=self.stats,
+        )
+        path = place(config, vllm_config.parallel_config.data_parallel_rank) if self._drafts_here else None
+        self._keeper = Keeper(self._drafter, path, self.stats.count)
+        self._keeper.read(config.drafter.history.warm)
+        # Where vLLM ends without shutting its runner down; also in a child process, where ``atexit`` is not heeded.
+        self._at_exit = util.Finalize(self, self._keeper.write, exitpriority=10)
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """vLLM's cue that the policy's weights are there: what is mended is mended before it runs."""
+        mended = mend_worker(self._runner.runner, self.config.mend)
+        self.stats.events.update({f"mended/{name}": 1 for name in mended})
+        self.stats.lossy = standing(speculates=True, mend=self.config.mend)
+        for fault in self.stats.lossy:
+            logger.warning("%s is not mended: drafts may change what is sampled", fault)
+        self._runner.on_shutdown(self.close)
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: Any = None,  # noqa: ARG002
+    ) -> list[list[int]]:
+        """A chain of drafted tokens for each row of vLLM's batch, empty for none."""
+        if self._is_lost or not self._drafts_here:
+            return [[] for _ in sampled_token_ids]
+        try:
+            batch = self._runner.batch(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            drafts = self._follower.propose(batch, self._runner.requests)
+            if self._follower.loss is not None and not self._is_told:
+                self._tell_loss(self._follower.loss)
+        except Exception as error:  # noqa: BLE001  a fault of the plug-in must not end generation
+            self.stats.count("drafter_lost")
+            self._is_lost = True
+            self._tell_loss(f"{type(error).__name__}: {error}")
+            return [[] for _ in sampled_token_ids]
+        return drafts
+
+    # What an engine asks of it, through its workers
+
+    def report(self) -> dict[str, Any]:
+        """The fields of ``EngineStats``, ``history_bytes`` and ``history_tokens``, and ``requests``.
+
+        ``requests`` maps the id of each request that ended since the last report to its drafted tokens, its accepted
+        ones and its passes. Ids are vLLM's own, which end with ``-`` and 8 random characters.
+        """
+        history = history_of(self._drafter)
+        return {
+            **msgspec.to_builtins(self.stats),
+            "history_bytes": 0 if history is None else history.nbytes,
+            "history_tokens": 0 if history is None else history.tokens_held,
+            "requests": {name: list(counts) for name, counts in self._follower.take_ended().items()},
+        }
+
+    def set_drafting(self, on: bool) -> None:
+        """With ``on`` false nothing is drafted; what is said is followed all the same."""
+        self._follower.set_drafting(on)
+
+    def on_weights(self, version: int) -> None:
+        """The policy moved to ``version``."""
+        self._follower.on_weights(version)
+
+    def snapshot(self) -> bytes:
+        """The history, as a snapshot; no bytes where the drafter has none."""
+        return self._keeper.snapshot()
+
+    def restore(self, data: bytes) -> None:
+        """Take over a snapshot. SnapshotError where it is none, or something is remembered already."""
+        self._keeper.restore(data)
+
+    def state(self) -> dict[str, Any]:
+        """What the budget has learned, for a checkpoint."""
+        return self._controller.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what ``state`` gave."""
+        self._controller.load_state(state)
+
+    def close(self) -> None:
+        """End what is followed and write the snapshot, once."""
+        try:
+            self._follower.settle()
+        except Exception as error:  # noqa: BLE001  vLLM's own shutdown must go on
+            logger.error("while vLLM ends: %s: %s", type(error).__name__, error)
+        self._at_exit()
+
+    def _introduced(self, request_id: str) -> Introduced | None:
+        requests = self._runner.requests
+        return introduced(request_id, requests[request_id], self._groups, requests)
+
+    def _tell_loss(self, why: str) -> None:
+        self._is_told = True
+        logger.error("drafter_lost: %s; decoding goes on without drafts", why)
