@@ -15,6 +15,7 @@ for name, value in (
     ("VLLM_NO_USAGE_STATS", "1"),
     ("HF_HUB_OFFLINE", "1"),
     ("OMP_NUM_THREADS", "1"),
+    ("NUMBA_NUM_THREADS", "1"),  # vLLM's n-gram drafter hands its number of threads on to torch
 ):
     os.environ.setdefault(name, value)
 
