@@ -13,6 +13,7 @@ from paceline.budget.steptime import StepTimeTable
 from paceline.config import PluginConfig
 from paceline.drafters import history_of, make_drafter
 from paceline.drafters.follower import Follower, Introduced
+from paceline.drafters.guarded import GuardedDrafter
 from paceline.engines.vllm.versions import require_vllm
 from paceline.engines.vllm.workarounds import mend_worker, standing
 from paceline.integrations.vllm.keeping import Keeper, place
@@ -34,14 +35,18 @@ class HistoryProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         require_vllm("plugin")
+        from paceline.integrations.vllm.metrics import Exporter  # what it needs comes with vLLM
+
         config = settings_of(vllm_config)
         self.config: PluginConfig = config
         self.stats = EngineStats(events={})
         self._runner = builder()
         self._drafts_here = drafts_here(vllm_config.parallel_config)
         self._groups = Groups()
-        self._is_lost = self._is_told = False
-        self._drafter = make_drafter(config.drafter, chains=True)
+        self._exporter = Exporter()
+        self._is_lost = False
+        drafter = make_drafter(config.drafter, chains=True)
+        self._drafter = None if drafter is None else GuardedDrafter(drafter, self._tell)
         self._controller = BudgetController(config.budget, StepTimeTable(), self.stats, warms_up=True)
         self._follower = Follower(
             self._drafter,
@@ -80,30 +85,25 @@ class HistoryProposer:
         try:
             batch = self._runner.batch(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
             drafts = self._follower.propose(batch, self._runner.requests)
-            if self._follower.loss is not None and not self._is_told:
-                self._tell_loss(self._follower.loss)
+            self._exporter.update(self.stats, self._history_bytes)
         except Exception as error:  # noqa: BLE001  a fault of the plug-in must not end generation
-            self.stats.count("drafter_lost")
             self._is_lost = True
-            self._tell_loss(f"{type(error).__name__}: {error}")
+            self._tell("drafter_lost", f"{type(error).__name__}: {error}; decoding goes on without drafts")
             return [[] for _ in sampled_token_ids]
         return drafts
 
     # What an engine asks of it, through its workers
 
-    def report(self) -> dict[str, Any]:
-        """The fields of ``EngineStats``, ``history_bytes`` and ``history_tokens``, and ``requests``.
+    def report(self) -> dict[str, Any] | None:
+        """The fields of ``EngineStats``, ``history_bytes``, and ``requests``; None from a worker that does not draft.
 
-        ``requests`` maps the id of each request that ended since the last report to its drafted tokens, its accepted
-        ones and its passes. Ids are vLLM's own, which end with ``-`` and 8 random characters.
+        ``requests`` maps each request that ended since the last report to its drafted tokens, its accepted ones and its
+        passes. Ids are vLLM's own, which end with ``-`` and 8 random characters, or what ``paceline_request`` said.
         """
-        history = history_of(self._drafter)
-        return {
-            **msgspec.to_builtins(self.stats),
-            "history_bytes": 0 if history is None else history.nbytes,
-            "history_tokens": 0 if history is None else history.tokens_held,
-            "requests": {name: list(counts) for name, counts in self._follower.take_ended().items()},
-        }
+        if not self._drafts_here:
+            return None
+        requests = {name: list(counts) for name, counts in self._follower.take_ended().items()}
+        return {**msgspec.to_builtins(self.stats), "history_bytes": self._history_bytes, "requests": requests}
 
     def set_drafting(self, on: bool) -> None:
         """With ``on`` false nothing is drafted; what is said is followed all the same."""
@@ -113,17 +113,17 @@ class HistoryProposer:
         """The policy moved to ``version``."""
         self._follower.on_weights(version)
 
-    def snapshot(self) -> bytes:
-        """The history, as a snapshot; no bytes where the drafter has none."""
-        return self._keeper.snapshot()
+    def snapshot(self) -> bytes | None:
+        """The history, as a snapshot; None where the drafter has none, and from a worker that does not draft."""
+        return (self._keeper.snapshot() or None) if self._drafts_here else None
 
     def restore(self, data: bytes) -> None:
         """Take over a snapshot. SnapshotError where it is none, or something is remembered already."""
         self._keeper.restore(data)
 
-    def state(self) -> dict[str, Any]:
-        """What the budget has learned, for a checkpoint."""
-        return self._controller.state()
+    def state(self) -> dict[str, Any] | None:
+        """What the budget has learned, for a checkpoint; None from a worker that does not draft."""
+        return self._controller.state() if self._drafts_here else None
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what ``state`` gave."""
@@ -136,11 +136,17 @@ class HistoryProposer:
         except Exception as error:  # noqa: BLE001  vLLM's own shutdown must go on
             logger.error("while vLLM ends: %s: %s", type(error).__name__, error)
         self._at_exit()
+        if self._drafter is not None:
+            self._drafter.end()
 
     def _introduced(self, request_id: str) -> Introduced | None:
         requests = self._runner.requests
         return introduced(request_id, requests[request_id], self._groups, requests)
 
-    def _tell_loss(self, why: str) -> None:
-        self._is_told = True
-        logger.error("drafter_lost: %s; decoding goes on without drafts", why)
+    @property
+    def _history_bytes(self) -> int:
+        return int(getattr(history_of(self._drafter), "nbytes", 0))
+
+    def _tell(self, event: str, message: str) -> None:
+        self.stats.count(event)
+        logger.error("%s: %s", event, message)
