@@ -179,17 +179,20 @@ def pruned(draft: Draft, keep: Indices) -> Draft:
     if len(keep) == len(draft.tokens):
         return draft
     parents = draft.parents
-    if parents is not None:
+    own: Indices | slice = keep
+    if parents is None:
+        own = slice(len(keep))  # of a chain that is its beginning
+    else:
         renumbered = np.full(len(parents) + 1, -1, dtype=np.int32)
         renumbered[keep] = np.arange(len(keep))
         parents = renumbered[np.asarray(parents)[keep]]
     return replace(
         draft,
-        tokens=draft.tokens[keep],
+        tokens=draft.tokens[own],
         parents=parents,
-        sources=None if draft.sources is None else draft.sources[keep],
-        probs=None if draft.probs is None else draft.probs[keep],
-        law_of=None if draft.law_of is None else draft.law_of[keep],
+        sources=None if draft.sources is None else draft.sources[own],
+        probs=None if draft.probs is None else draft.probs[own],
+        law_of=None if draft.law_of is None else draft.law_of[own],
     )
 
 

@@ -268,8 +268,8 @@ class BudgetController:
         stats.tokens_expected += rows + plan.expected
         stats.pass_seconds += seconds + plan.propose_seconds
         plain = seconds
-        if drafted:
-            costs = self.table.curve(rows, plan.extra + drafted)
+        costs = self.table.curve(rows, plan.extra + drafted) if drafted else np.empty(0)
+        if drafted and not math.isnan(costs[0]):  # nothing may have been measured yet
             plain = float(costs[0]) * emitted / rows
             if not is_clean:
                 plain += max(seconds - float(costs[-1]), 0.0) + float(costs[plan.extra] - costs[0])

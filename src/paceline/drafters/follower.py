@@ -13,10 +13,10 @@ from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig
 from paceline.drafters.base import Drafter, Prefetcher
 from paceline.drafters.chains import as_chain, impossible
-from paceline.drafters.follower_books import CANARY, Batch, Introduced, Life, Lives, Passed
+from paceline.drafters.follower_books import Batch, Introduced, Life, Lives, Passed
 from paceline.schema import Draft, EngineStats, FinishReason, Outcome
 
-__all__ = ["CANARY", "Batch", "Follower", "Introduced"]
+__all__ = ["Batch", "Follower", "Introduced"]
 
 #: Lengths are predicted anew after so many passes.
 _WEIGHED_EVERY = 8
@@ -36,7 +36,7 @@ class Follower:
     Each request is started once, told its tokens in order, and finished once; what lies beyond its stop or its length
     is not told. Rows may leave the batch and come back, grow unseen, and be gone for good. A request that leaves before
     its end was seen counts as aborted, or as complete where it has stop strings. Requests whose id begins with
-    ``CANARY`` are drafted for and not remembered. A drafter that raises is not called again: the event
+    ``schema.CANARY`` are drafted for and not remembered. A drafter that raises is not called again: the event
     ``drafter_lost`` is counted in ``stats``, and ``loss`` says why.
     """
 
@@ -120,27 +120,26 @@ class Follower:
         """Tell the drafter what each row emitted, up to its end."""
         passed = Passed.of(batch, rows)
         outcomes = []
-        for index, life in enumerate(rows):
-            piece = passed.pieces[index]
-            if life is None or not len(piece):
+        for life, piece, ids, verified in zip(rows, passed.pieces, batch.emitted, batch.verified, strict=True):
+            size = len(piece)
+            if life is None or not size:
                 continue
-            emitted, verified = passed.sizes[index], int(batch.verified[index])
-            is_gap = len(piece) != emitted
-            end = life.cut(piece, piece.tolist() if is_gap else batch.emitted[index])
-            accepted = max(min(emitted - 1, verified, end.count - (len(piece) - emitted)), 0)
-            life.seen = None
-            if is_gap:
+            unseen = size - len(ids)
+            count, reason = life.cut(piece, piece.tolist() if unseen else ids)
+            accepted = max(min(len(ids) - 1, verified, count - unseen), 0)
+            draft = life.draft
+            if unseen:
                 passed.is_whole = False
-            elif self._is_due(life.draft, life.length, verified):
-                life.seen = verified, accepted, accepted == end.count
+            elif draft is not None and self._fits(draft, life.length, verified):
+                life.seen = verified, accepted, accepted == count
             elif verified:
                 passed.is_whole = False
-            piece = piece[: end.count]
+            if reason is not None:
+                piece = piece[:count]
+                life.ended = reason
+                passed.over.append((life, reason))
             life.take(piece, self.version, verified, accepted)
-            if end.reason is not None:
-                life.ended = end.reason
-                passed.over.append((life, end.reason))
-            passed.emitted += end.count
+            passed.emitted += count
             passed.drafted += verified
             passed.accepted += accepted
             outcomes.append(
@@ -149,21 +148,16 @@ class Follower:
                     tokens=piece,
                     accepted=accepted,
                     drafted=verified,
-                    finished=end.reason is not None,
+                    finished=reason is not None,
                 )
             )
         if outcomes:
             self._call("commit", outcomes)
         return passed
 
-    def _is_due(self, draft: Draft | None, length: int, verified: int) -> bool:
-        """Whether the pass verified this draft: it belongs to the length and to the version of the policy."""
-        return (
-            draft is not None
-            and draft.length == length
-            and draft.version == self.version
-            and verified <= len(draft.tokens)
-        )
+    def _fits(self, draft: Draft, length: int, verified: int) -> bool:
+        """Whether a pass verified this draft: it belongs to a length and to a version of the policy."""
+        return draft.length == length and draft.version == self.version and verified <= len(draft.tokens)
 
     def _close(self, batch: Batch, passed: Passed, seconds: float) -> None:
         """Tell the budget what became of the pass and what it cost."""

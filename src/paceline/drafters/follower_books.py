@@ -8,11 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.sampling.stops import Cut, cut
-from paceline.schema import Draft, EngineStats, FinishReason, Rollout, RolloutRequest, Tokens, as_tokens
-
-#: Requests whose id begins with this are drafted for and never remembered.
-CANARY = "canary/"
+from paceline.sampling.stops import cut
+from paceline.schema import CANARY, Draft, EngineStats, FinishReason, Rollout, RolloutRequest, Tokens, as_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +108,12 @@ class Life:
         """The response so far."""
         return np.concatenate(self.pieces) if self.pieces else as_tokens([])
 
-    def cut(self, fresh: Tokens, ids: Sequence[int]) -> Cut:
-        """How many of the ``fresh`` tokens count, and whether the response ends there; ``ids`` are the same tokens."""
+    def cut(self, fresh: Tokens, ids: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many of the ``fresh`` tokens count, and why the response ends there; ``ids`` are the same tokens."""
         if len(fresh) < self.limit - self.length and self.stops.isdisjoint(ids):
-            return Cut(len(fresh))
-        return cut(fresh, self.response, self.params, self.stop_ids, self.room)
+            return len(fresh), None
+        end = cut(fresh, self.response, self.params, self.stop_ids, self.room)
+        return end.count, end.reason
 
     def take(self, piece: Tokens, version: int, drafted: int, accepted: int) -> None:
         """Grow by what a pass emitted."""
