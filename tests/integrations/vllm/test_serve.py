@@ -105,6 +105,7 @@ def test_a_server_is_ready_when_it_answers_and_leaves_nothing_behind():
         assert (key, token, served.token) == ("secret", "False", True)
         assert psutil.pid_exists(int(child))
     assert process.returncode == 0
+    psutil.wait_procs([psutil.Process(int(child))] if psutil.pid_exists(int(child)) else [], timeout=30)
     assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
 
 
@@ -113,6 +114,15 @@ def test_a_server_that_ends_before_it_is_ready_is_one_line():
     server.command = [sys.executable, "-c", "raise SystemExit(7)"]
     with pytest.raises(ServeError, match="ended with exit code 7 before it was ready"), server.running() as process:
         server.wait_until_ready(process, 30)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        server = Server("model", PluginConfig(), port=other.getsockname()[1])
+        with pytest.raises(ServeError, match="in use; choose another"), server.running():
+            pass
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -4,6 +4,7 @@ import ipaddress
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import msgspec
-from paceline.engines.vllm.versions import require_vllm
 
 from paceline.config import PluginConfig
 from paceline.engines.guard import check_lossless
+from paceline.engines.vllm.versions import require_vllm
 from paceline.schema import PacelineError
 
 PLUGIN = "paceline.integrations.vllm.HistoryProposer"
@@ -31,6 +32,8 @@ _OURS = {
     "--speculative-config": "--config and --set",
     "--additional-config": "--config and --set",
 }
+#: How long vLLM lets requests in flight end, and how long it may take in all: without the first it kills its workers.
+_DRAIN_SECONDS = 30
 _GRACE_SECONDS = 60.0
 
 
@@ -82,18 +85,25 @@ class Server:
         speculative = {"method": "custom_class", "model": PLUGIN, "num_speculative_tokens": plugin.drafter.budget}
         check_lossless("vllm", speculative, environ)
         self.model, self.plugin, self.host, self.port, self.token = model, plugin, host, port, token
+        additional = json.dumps({"paceline": msgspec.to_builtins(plugin)})
         self.command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host,
-            "--port", str(port), "--additional-config", json.dumps({"paceline": msgspec.to_builtins(plugin)}),
+            "--port", str(port), "--shutdown-timeout", str(_DRAIN_SECONDS), "--additional-config", additional,
         ]  # fmt: skip
         if plugin.drafter.budget:
             self.command += ["--speculative-config", json.dumps(speculative)]
         self.command += arguments
         self._environ = dict(os.environ if environ is None else environ)
+        self._is_ready = False
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The server's process, which is ended when the context is left, with everything that it started."""
+        """The server's process, which is ended when the context is left, with everything that it started.
+
+        One that never was ready has nothing to lose and is killed at once. ServeError where the port is taken.
+        """
+        self._claim_port()
+        self._is_ready = False
         with tempfile.TemporaryDirectory(prefix="paceline-metrics-") as metrics:
             environ = {**self._environ, "PROMETHEUS_MULTIPROC_DIR": metrics}
             environ.pop("PACELINE_TOKEN", None)
@@ -103,7 +113,18 @@ class Server:
             try:
                 yield process
             finally:
-                end(process)
+                end(process, _GRACE_SECONDS if self._is_ready else 0.0)
+
+    def _claim_port(self) -> None:
+        """ServeError unless the address can be listened on: another server there would seem to be this one."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                reason = error.strerror or error
+                raise ServeError(f"--host {self.host} --port {self.port}: {reason}; choose another") from None
 
     def wait_until_ready(self, process: subprocess.Popen[bytes], seconds: float = 3600.0) -> Served:
         """Return when the server answers. ServeError where it ends or stays silent for ``seconds``."""
@@ -114,6 +135,7 @@ class Server:
                 raise ServeError(f"vLLM's server ended with exit code {code} before it was ready; its log says why")
             try:
                 with urllib.request.urlopen(f"{self._base}/health", timeout=2):
+                    self._is_ready = True
                     return self._served(process.pid)
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.1)
@@ -189,9 +211,9 @@ def _ready_or_asked(server: Server, process: subprocess.Popen[bytes], asked: thr
                 raise
 
 
-def end(process: subprocess.Popen[bytes], seconds: float = _GRACE_SECONDS) -> None:
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
     """End a process and its session: asked by SIGTERM first, killed after ``seconds``."""
-    if process.poll() is None:
+    if process.poll() is None and seconds:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
