@@ -11,10 +11,12 @@ import msgspec
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig
 from paceline.engines.hf.intake import Limits, expand
 from paceline.engines.vllm import params as vllm_params
-from paceline.engines.vllm.front import Delta, Front, Launch
+from paceline.engines.vllm.front import Delta, Front, Launch, VllmError
 from paceline.engines.vllm.launch import PLUGIN_KINDS, Plan, plan
+from paceline.engines.vllm.model_files import decoder, default_eos_ids
 from paceline.engines.vllm.outputs import Answer
 from paceline.engines.vllm.versions import require_vllm
+from paceline.engines.vllm.weights import Weights
 from paceline.engines.vllm.workarounds import refusal, standing
 from paceline.sampling.stops import Decode
 from paceline.schema import EngineStats, FinishReason, Rollout, RolloutRequest
@@ -77,11 +79,11 @@ class VllmEngine:
         )
         self.speculative = made.speculative
         self._eos_ids = tuple(default_eos_ids(model) if eos_ids is None else eos_ids)
-        self._refit_names = None if refit_names is None else frozenset(refit_names)
         if decode is None and tokenizer is not None:
             decode = decoder(tokenizer)
         self.decode = decode
         self._front: Front = _front(config.vllm.front)(made.launch)
+        self._weights = Weights(self._front, model, refit_names, mend=config.vllm.mend, allow_lossy=allow_lossy)
         self.context = self._front.context
         self._limits = Limits(self.context, self._front.vocabulary, made.kv_tokens, decode is not None)
         self._terms = vllm_params.Terms(
@@ -94,6 +96,8 @@ class VllmEngine:
         )
         faults = standing(speculates=made.speculative is not None, mend=config.vllm.mend) if allow_lossy else ()
         self._stats = EngineStats(lossy=(*made.lossy, *faults), events={})
+        for name in self._front.rpc("paceline_mend", config.vllm.mend)[0]:
+            self._stats.count(f"mended/{name}")
         self._answers: dict[str, Answer] = {}
         self._done: list[Rollout] = []
         self._closed = False
@@ -104,6 +108,8 @@ class VllmEngine:
         Raises RequestError for what ``HFEngine.submit`` refuses and for every parameter that vLLM would not honour.
         """
         self._check_open()
+        if self._weights.void:
+            raise VllmError("the policy has no weights since it slept at level 2; call load_weights first")
         samples = [sample for request in requests for sample in expand(request)]
         self._limits.check([request for request, _ in samples], set(self._answers))
         prepared = []
@@ -184,8 +190,7 @@ class VllmEngine:
         for name in _FROM_PLUGIN:
             if name in report:
                 setattr(stats, name, report[name])
-        for event, times in report.get("events", {}).items():
-            stats.count(event, times)
+        stats.events.update(report.get("events", {}))
         return stats
 
     def load_weights(self, version: int, tensors: Mapping[str, "torch.Tensor"]) -> None:
@@ -193,11 +198,11 @@ class VllmEngine:
 
         They are kept, and their later tokens carry the new version (``refit_kv`` as in ``HFEngine``), or end before the
         weights move: by themselves (``wait``), or as ``abort``. Raises WeightsError with the first tensor that is
-        missing, unknown or of another shape.
+        missing, unknown or of another shape;
+        nothing is loaded then, and nothing ended.
         """
-        from paceline.engines.vllm.transfer import push  # type: ignore[import-not-found, unused-ignore]
-
         self._check_open()
+        self._weights.check(tensors)
         if self.config.vllm.pause == "wait":
             while self._answers:
                 self._take(self._front.poll(_POLL_S))
@@ -206,7 +211,7 @@ class VllmEngine:
                 self.abort(request_id)
         self._take(self._front.pause())
         try:
-            push(self._front, version, tensors, self._refit_names)
+            self._weights.load(version, tensors)
             self._stats.weight_version = version
             self._front.reset_prefix_cache(running=self.config.refit_kv == "recompute")
             self._plugin("on_weights", version)
@@ -218,12 +223,12 @@ class VllmEngine:
         self._check_open()
         if self._answers:
             raise RuntimeError("the engine cannot sleep while requests are in flight")
-        self._front.sleep(self.config.vllm.sleep or 1)
+        self._weights.sleep(self.config.vllm.sleep or 1)
 
     def wake(self) -> None:
         """Take the memory again. After a sleep of level 2 the weights are void until ``load_weights``."""
         self._check_open()
-        self._front.wake()
+        self._weights.wake()
 
     def state(self) -> dict[str, Any]:
         """What was measured of passes and drafts, for a checkpoint: plain values, none where vLLM drafts by itself."""
@@ -318,24 +323,3 @@ def _front(kind: str) -> Callable[[Launch], Front]:
     from paceline.engines.vllm.offline import OfflineFront
 
     return OfflineFront
-
-
-def default_eos_ids(model: str | Path) -> tuple[int, ...]:
-    """The ids that end a response by the model's generation configuration, or else its own."""
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(str(model)).eos_token_id
-    except OSError:
-        eos = AutoConfig.from_pretrained(str(model)).eos_token_id
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-
-
-def decoder(tokenizer: str | Path) -> Decode:
-    """Token ids to text with a tokenizer of transformers, special tokens left out."""
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(str(tokenizer))
-    return lambda tokens: str(loaded.decode(list(tokens), skip_special_tokens=True))

@@ -52,7 +52,8 @@ def to_vllm(request: RolloutRequest, stop_ids: Sequence[int], terms: Terms) -> A
         "paceline_group": request.group,
         "paceline_prompt_key": request.prompt_key,
         "paceline_speculate": request.speculate,
-        "paceline_stops": bool(params.stop),
+        "paceline_stop": list(params.stop),
+        "paceline_request": request.request_id,
     }
     try:
         made = _exact_params()(
