@@ -27,6 +27,10 @@ class PacelineError(Exception):
     """Base of every error that paceline raises by name; the message is one line: what, where, what to do."""
 
 
+class DraftLawError(PacelineError):
+    """A drafter's account of what its tokens were drawn from cannot be true; nothing of the pass is emitted."""
+
+
 def as_tokens(ids: Any) -> Tokens:
     """A one-dimensional int32 array of ``ids``; ValueError where it is not one."""
     array = np.ascontiguousarray(ids, dtype=np.int32)

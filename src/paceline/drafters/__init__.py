@@ -1,8 +1,9 @@
 """Who proposes: drafters behind one seam."""
 
 from paceline.config import INSIDE_VLLM, DrafterConfig
-from paceline.drafters.base import Drafter, PolicyTraits
+from paceline.drafters.base import Drafter, PolicyTraits, Remembers
 from paceline.drafters.forced import ForcedDrafter
+from paceline.drafters.guarded import GuardedDrafter
 from paceline.drafters.history import HistoryDrafter
 from paceline.drafters.prefetch import PrefetchingDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
@@ -12,6 +13,7 @@ from paceline.schema import PacelineError
 __all__ = [
     "Drafter",
     "ForcedDrafter",
+    "GuardedDrafter",
     "HistoryDrafter",
     "PolicyTraits",
     "PrefetchingDrafter",
@@ -47,10 +49,11 @@ def make_drafter(
     return ForcedDrafter(drafter, vocabulary) if config.forced and vocabulary is not None else drafter
 
 
-def history_of(drafter: Drafter | None) -> HistoryDrafter | None:
-    """The history drafter that ``drafter`` is or drafts with; None where there is none."""
-    inner = drafter.inner if isinstance(drafter, ForcedDrafter) else drafter
-    return inner if isinstance(inner, HistoryDrafter) else None
+def history_of(drafter: Drafter | None) -> Remembers | None:
+    """The drafter with a memory that ``drafter`` is or drafts with; None where there is none, or it is lost."""
+    while isinstance(drafter, ForcedDrafter | GuardedDrafter):
+        drafter = None if isinstance(drafter, GuardedDrafter) and drafter.lost else drafter.inner
+    return drafter if isinstance(drafter, Remembers) else None
 
 
 def _unforced(

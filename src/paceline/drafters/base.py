@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from paceline.history.snapshot import Snapshot
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest
 
 
@@ -35,6 +36,33 @@ class Prefetcher(Protocol):
 
     def verifying(self, drafts: Sequence[Draft]) -> None:
         """The pass over these drafts begins now; returns at once."""
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """What a drafter may offer beside: another like it, for when it is lost."""
+
+    def fresh(self) -> Drafter:
+        """A drafter of the same settings with nothing in flight."""
+
+
+@runtime_checkable
+class Separate(Protocol):
+    """What a drafter offers that works in a process of its own."""
+
+    def end(self) -> None:
+        """End the process; a later call starts another, which knows nothing."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """What a drafter offers whose memory outlives the process."""
+
+    def snapshot(self) -> Snapshot:
+        """Everything finished and learned; no request in flight."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Take over a snapshot; nothing where SnapshotError is raised."""
 
 
 @dataclass(frozen=True, kw_only=True)

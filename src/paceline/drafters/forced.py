@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.budget.allocate import PRIOR_ACCEPTANCE, Nodes
-from paceline.drafters.base import Drafter, Prefetcher
+from paceline.drafters.base import Drafter, Prefetcher, Renewable, Separate
 from paceline.sampling.grammar import Matcher, Vocabulary
 from paceline.schema import SOURCES, Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -29,7 +29,8 @@ class _Live:
 
 
 class ForcedDrafter:
-    """Implements ``drafters.base.Drafter`` (and ``Prefetcher`` where ``inner`` does) for requests with a grammar.
+    """Implements ``drafters.base.Drafter`` for requests with a grammar, and of what a drafter may offer beside what
+    ``inner`` offers, but for its memory.
 
     Where the grammar forces what comes next, those tokens are drafted, also below the nodes that ``inner`` drafts; what
     ``inner`` drafts stays where the grammar permits it, and is cut off where it does not. Requests without a grammar
@@ -44,6 +45,10 @@ class ForcedDrafter:
         self._live: dict[str, _Live] = {}
         if isinstance(inner, Prefetcher):
             self.verifying = inner.verifying
+        if isinstance(inner, Renewable):
+            self.fresh = lambda: ForcedDrafter(inner.fresh(), vocabulary)
+        if isinstance(inner, Separate):
+            self.end = inner.end
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests become known, and their grammars start."""

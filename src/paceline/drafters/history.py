@@ -35,6 +35,7 @@ class HistoryDrafter:
     def __init__(self, settings: Settings | None = None, salt: int | None = None, native: bool = True) -> None:
         self.settings = settings or Settings()
         self.salt = secrets.randbits(64) if salt is None else salt
+        self._native = native
         self.history = make_history(self.settings, native=native)
         self._version = 0
         self._started = 0
@@ -107,6 +108,10 @@ class HistoryDrafter:
         """Drafts carry the version of the weights that will verify them, and history ages by it."""
         self._version = version
         self.history.set_version(version)
+
+    def fresh(self) -> "HistoryDrafter":
+        """Another of the same settings and salt, which remembers nothing."""
+        return HistoryDrafter(self.settings, self.salt, self._native)
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,10 @@ class PrefetchingDrafter(HistoryDrafter):
         self._budget = budget
         return super().propose(request_ids, budget)
 
+    def fresh(self) -> "PrefetchingDrafter":
+        """Another of the same settings and salt, which remembers nothing."""
+        return PrefetchingDrafter(self.settings, self.salt, self._native, self.outcomes)
+
     def verifying(self, drafts: Sequence[Draft]) -> None:
         """Begin to prepare drafts for what may come of the pass over ``drafts``."""
         if not drafts:

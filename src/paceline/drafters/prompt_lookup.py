@@ -97,6 +97,10 @@ class PromptLookupDrafter:
         """Drafts carry the version of the weights that will verify them."""
         self._version = version
 
+    def fresh(self) -> "PromptLookupDrafter":
+        """Another of the same settings with nothing in flight."""
+        return PromptLookupDrafter(self.min_match, self.max_match, self.factor, self.newest)
+
     def _copy(self, text: _Text, budget: int) -> list[int]:
         match = text.match(self.min_match)
         if match is None:

@@ -11,14 +11,10 @@ from paceline.sampling import kernels
 from paceline.sampling.noise import MOST_SOFT_NODES, Purpose, uniforms
 from paceline.sampling.rows import Layout, VerifyRow
 from paceline.sampling.soft import Indices, Laws, SoftNodes, block_laws, rejection_laws
-from paceline.schema import PacelineError
+from paceline.schema import DraftLawError as DraftLawError
 
 if TYPE_CHECKING:
     from paceline.sampling.kernels.launch import FusedLaws
-
-
-class DraftLawError(PacelineError):
-    """A drafter's account of what its tokens were drawn from cannot be true; nothing of the pass is emitted."""
 
 
 @dataclass(frozen=True)

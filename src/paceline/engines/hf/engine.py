@@ -1,5 +1,6 @@
 """The reference engine: continuous batching over KV slots, speculative or plain, one policy forward a step."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters import history_of
 from paceline.drafters.base import Drafter
+from paceline.drafters.guarded import GuardedDrafter
 from paceline.engines.guard import check_lossless, verification
 from paceline.engines.hf.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.hf.queue import Queue
@@ -30,6 +32,8 @@ from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
 from paceline.sampling.stops import Decode, cut
 from paceline.schema import EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
+
+_LOG = logging.getLogger(__name__)
 
 Verifier = Callable[[torch.Tensor, Sequence[VerifyRow], int], list[Verdict]]
 """What decides a verifying pass, with the signature of ``sampling.accept.accept``."""
@@ -67,7 +71,6 @@ class HFEngine:
         self.config = config or EngineConfig()
         lossy = check_lossless("paceline", verification(self.config, verifier), allow_lossy=allow_lossy)
         self._accept = verifier or partial(accept, acceptance=self.config.acceptance)
-        self.drafter = drafter
         self.seed = seed
         self.decode = decode
         self._grammars = None if tokenizer is None else Vocabulary.of(tokenizer)
@@ -79,6 +82,8 @@ class HFEngine:
         self._eos_ids = tuple(default_eos_ids(model) if eos_ids is None else eos_ids)
         self._refit_names = None if refit_names is None else frozenset(refit_names)
         self._stats = EngineStats(lossy=lossy, events={})
+        #: What drafts, guarded: whatever it raises is an event, and the engine goes on without.
+        self.drafter = None if drafter is None else GuardedDrafter(drafter, partial(_tell, self._stats))
         self._queue = Queue(self.config, self._runner.kv, self._stats)
         self.controller = BudgetController(budget_config or BudgetConfig(), self.table, self._stats)
         self._scheduler = Scheduler(
@@ -92,8 +97,8 @@ class HFEngine:
         )
         self._done: list[Rollout] = []
         self._closed = False
-        if drafter is not None:
-            drafter.on_weights(0)  # it may come from another engine, whose weights had moved on
+        if self.drafter is not None:
+            self.drafter.on_weights(0)  # it may come from another engine, whose weights had moved on
 
     @classmethod
     def from_pretrained(cls, path: str, *, dtype: str = "float32", device: str = "cpu", **options: Any) -> "HFEngine":
@@ -221,17 +226,21 @@ class HFEngine:
     def history_snapshot(self) -> bytes | None:
         """The drafter's history as ``encode_snapshot`` writes it, None without one. No request in flight."""
         history = history_of(self.drafter)
-        return None if history is None else encode_snapshot(history.snapshot())
+        if self.drafter is None or history is None:
+            return None
+        return self.drafter.attempt(lambda: encode_snapshot(history.snapshot()))
 
     def restore_history(self, data: bytes) -> None:
         """Take over what ``history_snapshot`` gave, where the drafter keeps a history. SnapshotError if it cannot."""
         history = history_of(self.drafter)
-        if history is not None:
-            history.restore(decode_snapshot(data))
+        if self.drafter is not None and history is not None:
+            self.drafter.attempt(lambda: history.restore(decode_snapshot(data)))
 
     def close(self) -> None:
-        """Release the KV memory and give the model back; later calls raise."""
+        """Release the KV memory, give the model back, end the process of a drafter that has one; later calls raise."""
         if not self._closed:
+            if self.drafter is not None:
+                self.drafter.end()
             self._runner.close()
             self._closed = True
 
@@ -345,3 +354,8 @@ class HFEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
+
+
+def _tell(stats: EngineStats, event: str, message: str) -> None:
+    stats.count(event)
+    _LOG.warning("%s: %s", event, message)

@@ -1,0 +1,79 @@
+"""A drafter that fails in the middle of a run costs passes, never a token nor the run."""
+
+import logging
+
+import pytest
+
+from paceline.config import BudgetConfig
+from paceline.drafters import HistoryDrafter
+from paceline.engines.hf import HFEngine
+from paceline.schema import DraftLawError, RolloutRequest, SamplingParams, as_tokens
+from tiny_models import tiny
+
+
+def requests(epoch):
+    params = SamplingParams(max_tokens=16, temperature=0.3)
+    return [
+        RolloutRequest(request_id=f"{epoch}/{index}", prompt=as_tokens([3, 4, 5]), group="g", params=params)
+        for index in range(4)
+    ]
+
+
+def run(drafter, epochs=3):
+    engine = HFEngine(tiny(), drafter=drafter, budget_config=BudgetConfig(mode="fixed"), eos_ids=())
+    tokens = [rollout.tokens.tolist() for epoch in range(epochs) for rollout in engine.generate(requests(epoch))]
+    return engine, tokens
+
+
+class Failing(HistoryDrafter):
+    """Raises in one call of ``name``, the ``after``-th."""
+
+    def __init__(self, name, after, error):
+        super().__init__(salt=1)
+        self._left = after
+        call = getattr(self, name)
+
+        def failing(*arguments):
+            self._left -= 1
+            if self._left == 0:
+                raise error
+            return call(*arguments)
+
+        setattr(self, name, failing)
+
+
+@pytest.mark.parametrize(("name", "after"), [("start", 2), ("propose", 12), ("commit", 20), ("finish", 1)])
+def test_a_drafter_that_raises_is_a_named_event_and_no_token_changes(name, after, caplog):
+    _, plain = run(None)
+    with caplog.at_level(logging.WARNING):
+        engine, tokens = run(Failing(name, after, RuntimeError("the drafter is broken")))
+    assert tokens == plain
+    stats = engine.stats()
+    assert stats.events["drafter_lost"] == 1
+    assert engine.history_snapshot() is None
+    assert "drafter_lost: Failing: RuntimeError: the drafter is broken" in caplog.text
+    proposals = stats.drafts_asked
+    engine.generate(requests("after"))
+    assert engine.stats().tokens_drafted == stats.tokens_drafted
+    assert engine.stats().drafts_asked >= proposals
+
+
+def test_a_refit_brings_a_lost_drafter_back():
+    engine, _ = run(Failing("propose", 3, RuntimeError("the drafter is broken")))
+    drafted = engine.stats().tokens_drafted
+    engine.generate(requests("lost"))
+    assert engine.stats().tokens_drafted == drafted
+    engine.load_weights(1, tiny().state_dict())
+    plain = HFEngine(tiny(), eos_ids=())
+    plain.generate(requests("again"))
+    for epoch in ("again", "and again"):
+        rollouts = engine.generate(requests(epoch))
+        assert [r.tokens.tolist() for r in rollouts] == [r.tokens.tolist() for r in plain.generate(requests(epoch))]
+    stats = engine.stats()
+    assert (stats.events["drafter_lost"], stats.events["drafter_reloaded"]) == (1, 1)
+    assert stats.tokens_drafted > drafted
+
+
+def test_a_wrong_law_of_a_drafter_still_ends_the_pass():
+    with pytest.raises(DraftLawError, match="excluded"):
+        run(Failing("propose", 3, DraftLawError("token 3 is excluded")))
