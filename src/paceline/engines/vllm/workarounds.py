@@ -127,7 +127,7 @@ def mend_process() -> list[str]:
 
     kind = type(current_platform)
     register = kind.register_triton_kernel_overrides
-    done = []
+    done: list[bool] = []
 
     def once(*_: Any) -> None:
         if not done:

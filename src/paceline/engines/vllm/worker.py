@@ -73,7 +73,7 @@ class WorkerExtension:
         if model is None:
             return False
         with set_current_vllm_config(self.vllm_config):
-            transfer.reload(model, _model_config(self, part), self.vllm_config.load_config)
+            transfer.reload_checkpoint(model, _model_config(self, part), self.vllm_config.load_config)
         return True
 
     def paceline_loaded(self) -> dict[str, Any]:

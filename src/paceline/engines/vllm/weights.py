@@ -1,0 +1,230 @@
+"""The engine's side of weight updates: what a set of weights must hold, and the way it takes to vLLM's workers."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import safe_open
+
+from paceline.engines.vllm.front import Front
+from paceline.engines.vllm.workarounds import refit_refusal
+from paceline.forward.runner import WeightsError
+
+_INDEX = "model.safetensors.index.json"
+#: How safetensors writes the dtypes that weights have.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What a checkpoint holds: the ``shapes`` of its tensors and the ``files`` they are in, by name."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, Path]
+
+    @classmethod
+    def read(cls, model: str | Path) -> "Catalogue":
+        """The catalogue of a directory or of a hub id that is in the local cache; WeightsError where there is none."""
+        shapes, files = {}, {}
+        for file in _safetensors(_directory(model)):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    files[name] = file
+        if not shapes:
+            raise WeightsError(f"{model} has no safetensors file, so new weights cannot be checked against it")
+        return cls(shapes, files)
+
+    def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Some of the checkpoint's tensors."""
+        found = {}
+        for name in names:
+            with safe_open(self.files[name], framework="pt") as opened:
+                found[name] = opened.get_tensor(name)
+        return found
+
+
+class Weights:
+    """Moves the policy of a running vLLM, and its drafter's model, to new weights; knows when they are void.
+
+    ``model`` is the checkpoint that vLLM was started with, ``expected`` names what every set must hold (None: all of
+    it). What is fused into one layer is loaded together, so a set that names a part of it is completed from the
+    checkpoint. With ``mend`` false sets that a known fault would spoil are refused, unless ``allow_lossy``.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        model: str | Path,
+        expected: Iterable[str] | None = None,
+        *,
+        mend: bool = True,
+        allow_lossy: bool = False,
+    ) -> None:
+        self._front = front
+        self._mend = mend
+        self._allow_lossy = allow_lossy
+        self._model = model
+        self._catalogue: Catalogue | None = None
+        layout = front.rpc("paceline_layout")[0]
+        self._tied: bool = layout["tied"]
+        self._fused = {part: whole for whole, parts in layout["fused"].items() for part in parts}
+        self._expected = None if expected is None else frozenset(expected)
+        self._moved: set[str] = set()
+        self._void = False
+        self._level = 0
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """WeightsError that names the first tensor missing, unknown or of another shape; nothing is sent."""
+        known = self._known()
+        expected = self._complete() if self._expected is None else self._expected
+        missing, unknown = sorted(expected - set(tensors)), sorted(set(tensors) - set(known.shapes))
+        if missing or unknown:
+            what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the policy does not have"
+            raise WeightsError(
+                f"the set of weights {what} ({len(missing)} missing, {len(unknown)} unknown); none was loaded"
+            )
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != known.shapes[name]:
+                raise WeightsError(
+                    f"{name} has shape {tuple(tensor.shape)}, the policy's is {known.shapes[name]}; none was loaded"
+                )
+        company = self._company(set(tensors))
+        lost = sorted(self._moved - set(tensors) if self._void else self._moved & company)
+        if lost:
+            raise WeightsError(f"the set of weights lacks {lost[0]}, which was updated before; none was loaded")
+        refused = refit_refusal(tied=self._tied, partial=bool(company), mend=self._mend, allow_lossy=self._allow_lossy)
+        if refused is not None:
+            raise WeightsError(refused)
+
+    def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The policy gets ``tensors``; no pass may run meanwhile. The drafter's model keeps its own weights."""
+        self.check(tensors)
+        if self._void and not self._complete() <= set(tensors):
+            self._front.rpc("paceline_reload", "policy")
+        whole = dict(tensors)
+        if self._mend:
+            whole |= self._known().tensors(self._company(set(tensors)))
+        self._send("start_weight_update", version, whole)
+        self._moved |= set(tensors)
+        self._void = False
+
+    def load_drafter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The drafter's model gets ``tensors``, by their names in its checkpoint; WeightsError where none drafts."""
+        if not self._front.rpc("paceline_has_draft_model")[0]:
+            raise WeightsError("no model drafts, so there is none to load weights into; set drafter.kind")
+        self._send("start_draft_weight_update", version, tensors)
+
+    def reload_drafter(self) -> bool:
+        """Load the drafter's checkpoint again; false where the drafter has no weights of its own."""
+        return bool(self._front.rpc("paceline_reload", "drafter")[0])
+
+    def sleep(self, level: int) -> None:
+        """Give memory back at one of vLLM's levels; at level 2 the weights of policy and drafter are void."""
+        self._front.sleep(level)
+        self._level = level
+
+    def wake(self) -> None:
+        """Take the memory again. After level 2 the drafter's weights are loaded again at once, and ``void`` holds."""
+        self._front.wake()
+        if self._level >= 2:
+            self._void = True
+            self.reload_drafter()
+        self._level = 0
+
+    @property
+    def void(self) -> bool:
+        """Whether the policy has no weights, since it slept, until ``load``."""
+        return self._void
+
+    def _known(self) -> Catalogue:
+        if self._catalogue is None:
+            self._catalogue = Catalogue.read(self._model)
+        return self._catalogue
+
+    def _complete(self) -> frozenset[str]:
+        """The names of a whole checkpoint, tied weights once."""
+        names = self._known().shapes
+        return frozenset(name for name in names if not (self._tied and name.endswith("lm_head.weight")))
+
+    def _company(self, names: set[str]) -> set[str]:
+        """What is fused with some of ``names`` and not among them."""
+        touched = {self._layer(name) for name in names}
+        return {name for name in self._complete() if self._layer(name) in touched} - names
+
+    def _layer(self, name: str) -> str:
+        """The layer of vLLM that a tensor of the checkpoint goes to."""
+        path = [self._fused.get(part, part) for part in name.split(".")[:-1]]
+        experts = re.match(r".*?\.experts(?=\.|$)", ".".join(path))
+        return experts[0] if experts else ".".join(path)
+
+    def _send(self, start: str, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        with _shared_file(tensors) as path:
+            self._front.rpc(start)
+            self._front.rpc("update_weights", {"path": path, "version": version})
+            self._front.rpc("finish_weight_update")
+
+
+@contextmanager
+def _shared_file(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """A safetensors file of ``tensors`` that other processes of this user can read; it is gone with this process."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        with os.fdopen(os.memfd_create("paceline"), "wb") as file:
+            write(file, tensors)
+            file.flush()
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile(prefix="paceline-", suffix=".safetensors") as named:
+            write(named, tensors)
+            named.flush()
+            yield named.name
+
+
+def write(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file tensor by tensor, so that no second copy of them all is made."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        dtype = _DTYPES[tensors[name].dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(len(encoded).to_bytes(8, "little"))
+    file.write(encoded)
+    for name in names:
+        flat_N = tensors[name].detach().to("cpu").contiguous().view(-1)
+        file.write(flat_N.view(torch.uint8).numpy().data)
+
+
+def _directory(model: str | Path) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model), local_files_only=True, allow_patterns=["*.safetensors", _INDEX]))
+
+
+def _safetensors(directory: Path) -> list[Path]:
+    """The files of a checkpoint: those that its index names, where it has one."""
+    index = directory / _INDEX
+    if index.is_file():
+        return sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+    return sorted(directory.glob("*.safetensors"))
