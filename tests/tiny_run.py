@@ -13,8 +13,11 @@ LETTERS = "abcdefgh"
 _VOCABULARY = {token: index for index, token in enumerate(["<pad>", "<bos>", "<sep>", "<eos>", *LETTERS])}
 
 
-def make_policy(folder):
-    """Write a random Llama of some thousand parameters and its letter tokenizer; returns the folder."""
+def make_policy(folder, **changes):
+    """Write a random Llama of some thousand parameters and its letter tokenizer; returns the folder.
+
+    ``changes`` go to the model's configuration.
+    """
     tokenizer = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -35,6 +38,7 @@ def make_policy(folder):
         bos_token_id=1,
         eos_token_id=3,
         pad_token_id=0,
+        **changes,
     )
     model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = 3

@@ -69,7 +69,8 @@ def _vllm(config: Config, policy: Policy, export: Path, has_grammars: bool) -> "
     return VllmEngine(
         export,
         config=config.engine,
-        drafter=config.drafter,
+        # A warm start is the loop's affair: on a resume there must be none.
+        drafter=replace(config.drafter, history=replace(config.drafter.history, warm=None)),
         budget=config.budget,
         dtype=config.policy.dtype,
         seed=config.seed,

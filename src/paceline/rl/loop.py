@@ -313,7 +313,7 @@ class Run:
         self.engine.load_weights(int(found.meta["weight_version"]), self.policy.refit_tensors())
         try:
             self.engine.load_state(found.meta)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, PacelineError) as error:
             self._warn("budget_lost", f"the checkpoint's record of what drafting brought is of no use ({error!r})")
         if HISTORY in found.blobs:
             try:

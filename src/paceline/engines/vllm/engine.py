@@ -18,6 +18,7 @@ from paceline.engines.vllm.outputs import Answer
 from paceline.engines.vllm.versions import require_vllm
 from paceline.engines.vllm.weights import Weights
 from paceline.engines.vllm.workarounds import refusal, standing
+from paceline.history.snapshot import decode_snapshot
 from paceline.sampling.stops import Decode
 from paceline.schema import EngineStats, FinishReason, Rollout, RolloutRequest
 
@@ -236,17 +237,18 @@ class VllmEngine:
         return found or {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` gave."""
-        if state:
-            self._plugin("load_state", dict(state))
+        """Take over what ``state`` gave, other keys left aside; KeyError or VllmError for anything else."""
+        if self.speculative is not None and self.drafter.kind in PLUGIN_KINDS:
+            self._plugin("load_state", {key: state[key] for key in ("step_times", "budget")})
 
     def history_snapshot(self) -> bytes | None:
         """The history that drafts, as ``history.snapshot`` writes it; None where there is none."""
         found: bytes | None = self._plugin("snapshot")
-        return found
+        return found or None
 
     def restore_history(self, data: bytes) -> None:
-        """Take over what ``history_snapshot`` gave."""
+        """Take over what ``history_snapshot`` gave. SnapshotError where it is none."""
+        decode_snapshot(data)
         self._plugin("restore", data)
 
     def close(self) -> None:

@@ -122,12 +122,15 @@ class HistoryProposer:
         self._keeper.restore(data)
 
     def state(self) -> dict[str, Any] | None:
-        """What the budget has learned, for a checkpoint; None from a worker that does not draft."""
-        return self._controller.state() if self._drafts_here else None
+        """What was measured of passes and drafts, for a checkpoint; None from a worker that does not draft."""
+        if not self._drafts_here:
+            return None
+        return {"step_times": self._controller.table.state(), "budget": self._controller.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` gave."""
-        self._controller.load_state(state)
+        """Take over what ``state`` gave; KeyError, TypeError or ValueError for anything else."""
+        self._controller.table.load_state(state["step_times"])
+        self._controller.load_state(state["budget"])
 
     def close(self) -> None:
         """End what is followed and write the snapshot, once."""
