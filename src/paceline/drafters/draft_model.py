@@ -19,7 +19,7 @@ from paceline.config import DraftModelConfig
 from paceline.drafters.base import PolicyTraits
 from paceline.forward.attention import PassRow
 from paceline.forward.pretrained import ModelError, load_pretrained, model_source
-from paceline.forward.runner import Runner
+from paceline.forward.runner import Runner, copy_weights
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.keyed import coupled_candidates, draw_candidates
 from paceline.sampling.noise import MOST_SOFT_NODES, draft_position, signed64
@@ -67,6 +67,9 @@ class DraftModelDrafter:
         self.width = width
         self._grammars = grammars
         self._runner = Runner(model)
+        #: The version of the policy that the drafter's own weights were made for.
+        self.weights_version = 0
+        self._source: DraftModelConfig | None = None
         self._version = 0
         self._calls = 0
         self._most = 0
@@ -76,10 +79,31 @@ class DraftModelDrafter:
     @classmethod
     def from_config(cls, config: DraftModelConfig, policy: PolicyTraits, grammars: Vocabulary | None = None) -> Self:
         """The drafter that a configuration asks for. ModelError, one line, where its model cannot be loaded whole."""
-        source: Path | str = model_source(config.path, _KEY)
-        model: Any = load_pretrained(source, _KEY, config.path, config.dtype)
-        name = f"{_KEY}={config.path}"
-        return cls(model.to(policy.device), policy, width=config.width, grammars=grammars, name=name)
+        model, name = _load(config), f"{_KEY}={config.path}"
+        drafter = cls(model.to(policy.device), policy, width=config.width, grammars=grammars, name=name)
+        drafter._source = config
+        return drafter
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that drafts."""
+        return self._runner.model
+
+    def reload(self) -> bool:
+        """Load the weights again from where the configuration got them; False where there is no such place.
+
+        ModelError or WeightsError, with nothing changed, where they cannot be loaded whole.
+        """
+        if self._source is None:
+            return False
+        own, fresh = self.model, _load(self._source)
+        with torch.no_grad():
+            copy_weights(own, dict(fresh.named_parameters()))
+            for name, buffer in fresh.named_buffers():
+                own.get_buffer(name).copy_(buffer)
+        for row in self._slots:
+            row.held = 0
+        return True
 
     # The seam
 
@@ -235,6 +259,11 @@ class DraftModelDrafter:
         for row, part in zip(rows, parts, strict=True):
             row.cache(part)
         return logits_NV
+
+
+def _load(config: DraftModelConfig) -> Any:
+    source: Path | str = model_source(config.path, _KEY)
+    return load_pretrained(source, _KEY, config.path, config.dtype)
 
 
 class _Live:
