@@ -18,6 +18,7 @@ from paceline.config import PluginConfig
 from paceline.engines.guard import LossyError
 from paceline.integrations.vllm import serve as serving
 from paceline.integrations.vllm.serve import ServeError, Server, is_loopback
+from ports import free_port
 
 # Stands in for vLLM's server: answers under /health, and starts a child as vLLM starts its engine core.
 STAND_IN = """
@@ -36,12 +37,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     monkeypatch.setattr(serving, "require_vllm", lambda: "0.32.0")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def stand_in(**options):
