@@ -52,6 +52,14 @@ FAULTS: tuple[Fault, ...] = (
         lossy=True,
     ),
     Fault(
+        name="top_k_without_drafts",
+        what="a pass that verifies no draft ends the engine where a request has top_k and none has top_p",
+        answer="mended",
+        noted="2026-11-30",
+        seen=("0.32.0",),
+        where="cpu without triton",
+    ),
+    Fault(
         name="tied_head",
         what="after a weight update a tied lm_head multiplies by the matrix that was packed from the old weights",
         answer="mended",
@@ -146,6 +154,7 @@ def mend_worker(runner: Any, mend: bool = True) -> list[str]:
     here = faults_here()
     wanted: dict[str, Callable[[], bool]] = {
         "expand_batch_to_tokens": _mend_expand,
+        "top_k_without_drafts": _mend_top_k,
         "tied_head": lambda: True,
         "partial_layer": lambda: True,
         "long_row": lambda: _mend_long_row(runner),
@@ -153,6 +162,7 @@ def mend_worker(runner: Any, mend: bool = True) -> list[str]:
     _mended.clear()
     if not mend:
         _restore("expand_batch_to_tokens")
+        _restore("top_k_without_drafts")
         return []
     for name, action in wanted.items():
         if name in here and action():
@@ -226,6 +236,18 @@ def _expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 0
     if replace_from != replace_to:
         x = x.masked_fill(x == replace_from, replace_to)
     return x.repeat_interleave(counts, output_size=num_tokens)
+
+
+def _mend_top_k() -> bool:
+    from vllm.v1.sample import rejection_sampler
+
+    original = _replaced.get("top_k_without_drafts", (None, None, rejection_sampler.apply_top_k_top_p))[2]
+
+    def of_any_rows(logits_NV: Any, k: Any, p: Any) -> Any:
+        return original(logits_NV, k, p) if len(logits_NV) else logits_NV
+
+    _replace("top_k_without_drafts", rejection_sampler, "apply_top_k_top_p", of_any_rows)
+    return True
 
 
 def _mend_long_row(runner: Any) -> bool:
