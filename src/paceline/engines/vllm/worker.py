@@ -1,5 +1,6 @@
 """What the engine asks of vLLM's workers, as methods that vLLM adds to each of them."""
 
+import os
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,10 @@ class WorkerExtension:
     def paceline_loaded(self) -> dict[str, Any]:
         """The last weight update: its ``version``, ``part`` and the ``names`` that were loaded, as vLLM has them."""
         return dict(self.weight_transfer_engine.last)
+
+    def paceline_process(self) -> int:
+        """The id of the process that the worker runs in."""
+        return os.getpid()
 
     def paceline_plugin(self, method: str, *args: Any) -> Any:
         """Call a method of the drafter plug-in; None where another drafter serves."""
