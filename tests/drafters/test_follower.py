@@ -149,10 +149,10 @@ def test_nothing_beyond_a_stop_is_committed_or_remembered():  # field C1 C3 C4 C
 
 def test_a_stop_counts_only_from_the_least_length_on():
     said = [STOP, 4, STOP, 5, STOP]
-    engine = following(Listener())
+    engine, listener = oracle()
     engine.admit(Job("a", [1], said, limits={"min_tokens": 4}))
     engine.run()
-    (life,) = engine.follower._drafter.of("a")
+    (life,) = listener.of("a")
     assert (life.tokens, life.rollout.finish_reason) == (said, "stop")
 
 
@@ -193,7 +193,7 @@ def test_tokens_that_are_not_known_yet_are_waited_for():  # placeholders of asyn
 
 def test_a_reused_request_id_is_another_request():
     engine, listener = oracle()
-    first, second = Job("a", [1], answer()), Job("a", [2], answer(1))
+    first, second = Job("a", [1], answer()), Job("a", [2] * 40, answer(1))
     engine.admit(first)
     for _ in range(3):
         engine.step()
@@ -203,6 +203,7 @@ def test_a_reused_request_id_is_another_request():
     one, two = listener.of("a")
     assert (one.tokens, one.rollout.finish_reason) == (first.said, "abort")
     assert (two.tokens, two.rollout.finish_reason) == (second.answer, "stop")
+    assert engine.follower.stats.events == {}
 
 
 def test_a_preempted_request_goes_on_where_it_was():
@@ -268,6 +269,27 @@ def test_canaries_are_drafted_for_and_not_remembered():
     assert accepted[2] > 40
 
 
+def test_a_request_that_lost_tokens_starts_anew():
+    engine, listener = oracle()
+    job = Job("a", [1], answer())
+    engine.admit(job)
+    engine.step()
+    engine.step()
+    del job.said[4:]
+    job.draft = []
+    engine.run()
+    assert [life.tokens for life in listener.of("a")] == [answer()[:10], answer()]
+    assert [life.rollout.finish_reason for life in listener.of("a")] == ["abort", "stop"]
+    assert engine.follower.stats.events == {"request_rewound": 1}
+
+
+def test_without_a_drafter_the_batch_is_followed():
+    engine = following(None)
+    engine.admit(Job("a", [1], answer()))
+    assert engine.run() == 61
+    assert engine.follower.take_ended() == {"a": (0, 0, 61)}
+
+
 def test_settling_ends_what_is_gone_without_a_pass():
     engine, listener = oracle()
     jobs = [Job(name, [1], answer()) for name in "ab"]
@@ -311,7 +333,7 @@ def test_a_drafter_that_raises_is_lost_and_the_engine_goes_on(method):  # field 
     engine.admit(Job("c", [1], answer()))
     assert engine.run() == len(answer())
     assert engine.follower.stats.events == {"drafter_lost": 1}
-    assert engine.follower.loss == "RuntimeError: no more"
+    assert "RuntimeError: no more" in engine.follower.loss
 
 
 # What is counted
@@ -376,11 +398,23 @@ def test_only_passes_of_the_planned_rows_teach_costs():
         lambda: engine.preempt(engine.jobs["b"]),
         lambda: engine.follower.on_weights(1),
         lambda: None,
+        lambda: engine.step(asks=False),
+        lambda: None,
     ):
         change()
         engine.step(trim=1)
         clean.append((told[-1].is_clean, told[-1].rows))
-    assert clean == [(True, 1), (False, 1), (False, 2), (True, 2), (False, 1), (False, 1), (True, 1)]
+    assert clean == [
+        (True, 1),
+        (False, 1),
+        (False, 2),
+        (True, 2),
+        (False, 1),
+        (False, 1),
+        (True, 1),
+        (False, 1),
+        (True, 1),
+    ]
 
 
 def test_time_that_the_engine_idled_is_no_pass():
@@ -414,6 +448,20 @@ def test_a_draft_from_before_a_preemption_or_a_refit_teaches_nothing():  # field
     engine.follower.on_weights(1)
     engine.step()
     assert (told[-1].names, told[-1].is_clean) == ([], False)
+
+
+def test_drafts_that_the_engine_had_from_elsewhere_teach_nothing():
+    engine, listener = oracle()
+    told = closings(engine.follower.controller)
+    listener.script = lambda request, response: answer()[len(response) :][:2]
+    job = Job("a", [1], answer())
+    engine.admit(job)
+    engine.step()
+    job.draft = answer()[1:6]
+    engine.step()
+    assert (told[-1].names, told[-1].emitted, told[-1].is_clean) == ([], 6, False)
+    engine.step()
+    assert (told[-1].names, told[-1].accepted, told[-1].is_clean) == (["a"], [2], True)
 
 
 def test_drafting_that_does_not_pay_ends():  # field G10 J5

@@ -16,7 +16,9 @@ NAMES = ("a", "b", "c", "d", f"{CANARY}e")
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["step"] * 8 + ["admit"] * 4 + ["silent", "trim", "hide", "preempt", "resume", "abort", "refit", "draft"]
+            ["step"] * 8
+            + ["admit"] * 4
+            + ["silent", "trim", "hide", "preempt", "resume", "abort", "refit", "draft", "settle"]
         ),
         st.integers(0, 9),
     ),
@@ -162,6 +164,9 @@ class Schedule:
     def draft(self, number):
         self.is_drafting = not self.is_drafting
         self.engine.follower.set_drafting(self.is_drafting)
+
+    def settle(self, number):
+        self.engine.follower.settle(self.engine.jobs)
 
     def end(self):
         while self.waiting:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container, Sequence
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from paceline.config import BudgetConfig
 from paceline.drafters.base import Drafter, Prefetcher
 from paceline.drafters.chains import as_chain, impossible
 from paceline.drafters.follower_books import Batch, Introduced, Life, Lives, Passed
+from paceline.drafters.guarded import GuardedDrafter
 from paceline.schema import Draft, EngineStats, FinishReason, Outcome
 
 __all__ = ["Batch", "Follower", "Introduced"]
@@ -23,6 +23,7 @@ _WEIGHED_EVERY = 8
 #: Counters of so many ended requests are kept for who asks.
 _MOST_ENDED = 1 << 16
 
+_NOTHING = (0, 0, False)
 _Over = list[tuple[Life, FinishReason]]
 
 
@@ -36,8 +37,8 @@ class Follower:
     Each request is started once, told its tokens in order, and finished once; what lies beyond its stop or its length
     is not told. Rows may leave the batch and come back, grow unseen, and be gone for good. A request that leaves before
     its end was seen counts as aborted, or as complete where it has stop strings. Requests whose id begins with
-    ``schema.CANARY`` are drafted for and not remembered. A drafter that raises is not called again: the event
-    ``drafter_lost`` is counted in ``stats``, and ``loss`` says why.
+    ``schema.CANARY`` are drafted for and not remembered. A drafter that raises is guarded (``drafters.guarded``): its
+    end is counted as ``drafter_lost`` in ``stats``, and ``loss`` says why.
     """
 
     def __init__(
@@ -58,8 +59,7 @@ class Follower:
         self.stats = stats
         self.version = 0
         self.loss: str | None = None
-        self._drafter = drafter
-        self._prefetcher = drafter if isinstance(drafter, Prefetcher) else None
+        self._drafter = drafter if isinstance(drafter, GuardedDrafter | None) else GuardedDrafter(drafter, self._tell)
         self._is_drafting = True
         self._lives = Lives(introduce, context, stats)
         self._lengths = Lengths()
@@ -82,7 +82,8 @@ class Follower:
         self._finish(over)
         if new:
             self._lengths.start([life.request for life in new])
-            self._call("start", [life.request for life in new])
+            if self._drafter is not None:
+                self._drafter.start([life.request for life in new])
         passed = self._commit(batch, rows)
         self._close(batch, passed, perf_counter() - self._returned)
         self._finish(passed.over)
@@ -100,7 +101,8 @@ class Follower:
         self.version = self.stats.weight_version = version
         self._is_disturbed = True
         self.controller.refit()
-        self._call("on_weights", version)
+        if self._drafter is not None:
+            self._drafter.on_weights(version)
 
     def settle(self, alive: Callable[[str], bool] | Container[str] = ()) -> None:
         """Finish the requests that have left the engine, all that are not ``alive``, without waiting for a pass."""
@@ -127,13 +129,10 @@ class Follower:
             unseen = size - len(ids)
             count, reason = life.cut(piece, piece.tolist() if unseen else ids)
             accepted = max(min(len(ids) - 1, verified, count - unseen), 0)
-            draft = life.draft
             if unseen:
                 passed.is_whole = False
-            elif draft is not None and self._fits(draft, life.length, verified):
+            else:
                 life.seen = verified, accepted, accepted == count
-            elif verified:
-                passed.is_whole = False
             if reason is not None:
                 piece = piece[:count]
                 life.ended = reason
@@ -151,13 +150,9 @@ class Follower:
                     finished=reason is not None,
                 )
             )
-        if outcomes:
-            self._call("commit", outcomes)
+        if outcomes and self._drafter is not None:
+            self._drafter.commit(outcomes)
         return passed
-
-    def _fits(self, draft: Draft, length: int, verified: int) -> bool:
-        """Whether a pass verified this draft: it belongs to a length and to a version of the policy."""
-        return draft.length == length and draft.version == self.version and verified <= len(draft.tokens)
 
     def _close(self, batch: Batch, passed: Passed, seconds: float) -> None:
         """Tell the budget what became of the pass and what it cost."""
@@ -171,11 +166,15 @@ class Follower:
         # Between passes that share no row, and around a refit, the engine did other things too.
         is_timed = not self._is_disturbed and not self._planned.isdisjoint(present)
         is_clean = passed.is_whole and is_timed and self._planned == present
+        found = [
+            life.seen if life.seen is not None and life.seen[0] <= len(draft.tokens) else _NOTHING
+            for life, draft in zip(self._drafted, plan.drafts, strict=True)
+        ]
+        if self._is_disturbed:
+            found = [_NOTHING] * len(found)  # they were drafted for another version of the policy
+        is_clean = is_clean and passed.drafted == sum(verified for verified, _, _ in found)
         self._is_disturbed = False
-        found = [life.seen or (0, 0, False) for life in self._drafted]
         self._keep(plan, [verified for verified, _, _ in found])
-        for life in self._drafted:
-            life.draft = life.seen = None
         if not is_clean:
             plan.rows = passed.decoded
         if plan.rows:
@@ -212,7 +211,8 @@ class Follower:
         while len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
         self._lengths.finish(rollouts)
-        self._call("finish", rollouts)
+        if self._drafter is not None:
+            self._drafter.finish(rollouts)
 
     # What the next pass verifies
 
@@ -223,12 +223,13 @@ class Follower:
         plan = self._plan = Plan("plain", len(decoding))
         self._drafted = []
         asked: dict[str, int] = {}
-        if self._is_drafting and self._drafter is not None and self.budget > 0:
+        drafter = self._drafter
+        if self._is_drafting and drafter is not None and not drafter.lost and self.budget > 0:
             for index in decoding:
                 life = rows[index]
                 if life is not None and life.may_draft and life.length == passed.lengths[index]:
                     asked[life.request.request_id] = index
-        if not asked:
+        if drafter is None or not asked:
             return chains
         plan = self._plan = self.controller.open(len(decoding))
         if plan.kind == "plain":
@@ -236,26 +237,31 @@ class Follower:
         began = perf_counter()
         self.stats.drafts_asked += len(asked)
         lives = {name: life for name, index in asked.items() if (life := rows[index]) is not None}
-        offered = self._offered(lives)
+        offered = self._sound(drafter.propose(list(lives), self.budget), lives)
         plan.propose_seconds = perf_counter() - began
         weights = self._straggler_weights(lives, offered, len(rows))
         chosen = self.controller.choose(plan, offered, most=self.budget * len(asked), weights=weights)
         plan.propose_seconds = perf_counter() - began
         for draft in chosen:
             life = lives[draft.request_id]
-            life.draft = draft
+            life.seen = None
             self._drafted.append(life)
             chains[asked[draft.request_id]] = draft.tokens.tolist()
-        if self._prefetcher is not None and chosen:
-            self._call("verifying", chosen)
+        if chosen and isinstance(drafter, Prefetcher):
+            drafter.verifying(chosen)
         return chains
 
-    def _offered(self, lives: dict[str, Life]) -> list[Draft]:
-        """The drafter's drafts as chains that may be verified."""
-        drafts = []
-        for draft in self._call("propose", list(lives), self.budget) or ():
+    def _sound(self, drafts: Sequence[Draft], lives: dict[str, Life]) -> list[Draft]:
+        """The drafts as chains that may be verified, at most one a request."""
+        chains: dict[str, Draft] = {}
+        for draft in drafts:
             life = lives.get(draft.request_id)
-            if life is None or draft.length != life.length or draft.version != self.version:
+            if (
+                life is None
+                or draft.request_id in chains
+                or draft.length != life.length
+                or draft.version != self.version
+            ):
                 self.stats.count("draft_stale")
                 continue
             self.stats.drafts_prefetched += draft.prefetched
@@ -265,12 +271,13 @@ class Follower:
                 self.stats.count("draft_malformed")
                 continue
             if len(chain.tokens):
-                drafts.append(chain)
-        is_bad = impossible(drafts, self.vocabulary)
+                chains[draft.request_id] = chain
+        sound = list(chains.values())
+        is_bad = impossible(sound, self.vocabulary)
         if any(is_bad):
             self.stats.count("draft_malformed", sum(is_bad))
-            drafts = [draft for draft, bad in zip(drafts, is_bad, strict=True) if not bad]
-        return drafts
+            sound = [draft for draft, bad in zip(sound, is_bad, strict=True) if not bad]
+        return sound
 
     def _straggler_weights(self, lives: dict[str, Life], offered: Sequence[Draft], rows: int) -> Floats | None:
         """What a token of each offered draft is worth, where a batch drains; None where all are worth the same."""
@@ -284,14 +291,7 @@ class Follower:
         self._passes += 1
         return np.array([self._weights.get(draft.request_id, 1.0) for draft in offered])
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the drafter; one that raises is lost, and the engine goes on without it."""
-        if self._drafter is None:
-            return None
-        try:
-            return getattr(self._drafter, name)(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine's pass
-            self._drafter = self._prefetcher = None
-            self.loss = f"{type(error).__name__}: {error}"
-            self.stats.count("drafter_lost")
-            return None
+    def _tell(self, event: str, message: str) -> None:
+        self.stats.count(event)
+        if event == "drafter_lost":
+            self.loss = message

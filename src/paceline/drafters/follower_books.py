@@ -1,6 +1,7 @@
 """What a follower knows of each request of a foreign engine: its text so far, its limits, what became of its drafts."""
 
 import itertools
+from array import array
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.sampling.stops import cut
-from paceline.schema import CANARY, Draft, EngineStats, FinishReason, Rollout, RolloutRequest, Tokens, as_tokens
+from paceline.schema import CANARY, EngineStats, FinishReason, Rollout, RolloutRequest, Tokens, as_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,13 @@ class Introduced:
 class Life:
     """A request from its first pass to its end. ``length`` tokens of it are committed, prompt first.
 
-    ``draft`` is what the next pass should verify, and ``seen`` what the last pass made of it: the verified nodes, the
-    accepted ones, and whether the response ended on the last of these. None where the draft was void.
+    ``seen`` is what the pass since its last draft made of that: the verified nodes, the accepted ones, and whether the
+    response ended on the last of these. None where it did not decode in it, or grew by more than the pass emitted.
     """
 
     __slots__ = (
-        "accept_lengths", "accepted", "draft", "drafted", "ended", "identity", "is_canary", "length", "limit", "name",
-        "overran", "params", "pieces", "request", "seen", "stop_ids", "stops", "versions",
+        "accept_lengths", "accepted", "drafted", "ended", "identity", "is_canary", "length", "limit", "name",
+        "overran", "params", "request", "seen", "stop_ids", "stops", "text", "versions",
     )  # fmt: skip
 
     def __init__(self, request_id: str, identity: object, known: Introduced, context: int) -> None:
@@ -69,13 +70,12 @@ class Life:
         most = request.params.max_tokens if known.max_tokens is None else known.max_tokens
         self.length = len(request.prompt)
         self.limit = max(min(self.length + most, context), self.length + 1)
-        self.pieces: list[Tokens] = []
-        self.versions: list[int] = []
+        self.text = array("i")
+        self.versions: dict[int, int] = {}  # how many tokens each said, in their order
         self.accept_lengths: list[int] = []
         self.drafted = self.accepted = 0
         self.ended: FinishReason | None = None
         self.overran = False
-        self.draft: Draft | None = None
         self.seen: tuple[int, int, bool] | None = None
 
     @property
@@ -106,7 +106,7 @@ class Life:
     @property
     def response(self) -> Tokens:
         """The response so far."""
-        return np.concatenate(self.pieces) if self.pieces else as_tokens([])
+        return np.array(self.text, dtype=np.int32)
 
     def cut(self, fresh: Tokens, ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the ``fresh`` tokens count, and why the response ends there; ``ids`` are the same tokens."""
@@ -118,8 +118,8 @@ class Life:
     def take(self, piece: Tokens, version: int, drafted: int, accepted: int) -> None:
         """Grow by what a pass emitted."""
         self.length += len(piece)
-        self.pieces.append(piece)
-        self.versions.append(version)
+        self.text.frombytes(piece.tobytes())
+        self.versions[version] = self.versions.get(version, 0) + len(piece)
         self.accept_lengths.append(accepted)
         self.drafted += drafted
         self.accepted += accepted
@@ -128,7 +128,6 @@ class Life:
         """The record for drafters: tokens, versions and counters; nothing is known of log-probabilities."""
         tokens = self.response
         unknown = np.full(len(tokens), np.nan)
-        counts = [len(piece) for piece in self.pieces]
         return Rollout(
             request_id=self.request.request_id,
             group=self.request.group,
@@ -139,7 +138,7 @@ class Life:
             raw_logprobs=unknown,
             logprob_mode="processed",
             margins=unknown,
-            versions=np.repeat(as_tokens(self.versions), counts),
+            versions=np.repeat(as_tokens(list(self.versions)), list(self.versions.values())),
             sources=np.zeros(len(tokens), dtype=np.uint8),
             finish_reason="abort" if self.is_canary else reason,
             forwards=self.forwards,
@@ -261,7 +260,8 @@ class Passed:
         row_N = np.repeat(np.arange(len(rows)), fresh_R)
         tokens_N = batch.tokens[row_N, np.arange(len(row_N)) + (first_R - bounds_R[:-1])[row_N]]
         bounds = bounds_R.tolist()
-        pieces = [tokens_N[first:last] for first, last in itertools.pairwise(bounds)]
+        # Copies, so that who keeps a row's tokens keeps no other's.
+        pieces = [tokens_N[first:last].copy() for first, last in itertools.pairwise(bounds)]
         is_unknown_N = tokens_N < 0
         for row in np.unique(row_N[is_unknown_N]).tolist() if is_unknown_N.any() else ():
             pieces[row] = tokens_N[:0]
