@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
 from paceline.engines.vllm.counts import PassCounts, Tally
+from paceline.engines.vllm.failures import named, one_line, refusals
 from paceline.engines.vllm.front import Delta, Launch, VllmError
-from paceline.engines.vllm.offline import Environment, one_line
+from paceline.engines.vllm.offline import Environment
 from paceline.engines.vllm.outputs import deltas
 
 T = TypeVar("T")
@@ -43,10 +44,10 @@ class AsyncFront:
         self.vocabulary = int(self._engine.model_config.get_vocab_size())
 
     def add(self, request_id: str, prompt: Sequence[int], params: Any) -> None:
-        """Queue a request; ValueError where vLLM refuses it."""
+        """Queue a request; one of ``failures.refusals`` where vLLM refuses it."""
         if not self._in_flight:
             self._tally.started()
-        with _named("adding a request", passed=ValueError):
+        with named("adding a request", passed=refusals()):
             self._run(self._add(request_id, list(prompt), params))
         self._in_flight.add(request_id)
 
@@ -60,7 +61,7 @@ class AsyncFront:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that are in flight."""
-        with _named("aborting requests"):
+        with named("aborting requests"):
             self._run(self._engine.abort(list(request_ids)))
         self._in_flight.difference_update(request_ids)
         gone, kept = set(request_ids), []
@@ -74,33 +75,33 @@ class AsyncFront:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker."""
-        with _named(f"calling {method}"):
+        with named(f"calling {method}"):
             return list(self._run(self._engine.collective_rpc(method, args=args)))
 
     def pause(self) -> list[Delta]:
         """Let no pass run until ``resume``; returns all that the passes before emitted."""
-        with _named("pausing"):
+        with named("pausing"):
             self._run(self._pause())
         return self._drain([])
 
     def resume(self) -> None:
         """Go on."""
-        with _named("resuming"):
+        with named("resuming"):
             self._run(self._engine.resume_generation())
 
     def reset_prefix_cache(self, running: bool) -> None:
         """Forget shared prompts, and with ``running`` the KV of what is in flight."""
-        with _named("resetting the prefix cache"):
+        with named("resetting the prefix cache"):
             self._run(self._engine.reset_prefix_cache(reset_running_requests=running))
 
     def sleep(self, level: int) -> None:
         """Give memory back."""
-        with _named("going to sleep"):
+        with named("going to sleep"):
             self._run(self._engine.sleep(level))
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory again."""
-        with _named("waking up"):
+        with named("waking up"):
             self._run(self._engine.wake_up(None if tags is None else list(tags)))
 
     def counts(self) -> PassCounts:
@@ -157,7 +158,7 @@ class AsyncFront:
 
     def _take(self, output: Any, outputs: list[Any]) -> None:
         if isinstance(output, Exception):
-            with _named("a pass"):
+            with named("a pass"):
                 raise output
         outputs.append(output)
 
@@ -179,20 +180,3 @@ async def _shut_down(engine: Any) -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=_JOIN_S)
-
-
-@contextlib.contextmanager
-def _named(doing: str, passed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Whatever vLLM raises, but for ``passed``, becomes a VllmError of one line."""
-    try:
-        yield
-    except Exception as error:
-        if passed and isinstance(error, passed):
-            raise
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if isinstance(error, EngineDeadError):
-            what = "its process has ended, for a reason that it wrote above"
-        else:
-            what = one_line(error)
-        raise VllmError(f"vLLM failed at {doing}: {what}; close the engine and build another") from error

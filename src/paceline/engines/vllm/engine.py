@@ -11,9 +11,10 @@ import msgspec
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig
 from paceline.engines.hf.intake import Limits, expand
 from paceline.engines.vllm import params as vllm_params
+from paceline.engines.vllm.failures import refusals
 from paceline.engines.vllm.front import Delta, Front, Launch, VllmError
 from paceline.engines.vllm.launch import PLUGIN_KINDS, Plan, plan
-from paceline.engines.vllm.model_files import decoder, default_eos_ids
+from paceline.engines.vllm.model_files import default_eos_ids, text_of
 from paceline.engines.vllm.outputs import Answer
 from paceline.engines.vllm.versions import require_vllm
 from paceline.engines.vllm.weights import Weights
@@ -80,8 +81,10 @@ class VllmEngine:
         )
         self.speculative = made.speculative
         self._eos_ids = tuple(default_eos_ids(model) if eos_ids is None else eos_ids)
-        if decode is None and tokenizer is not None:
-            decode = decoder(tokenizer)
+        grammar_end = None
+        if tokenizer is not None:
+            own, grammar_end = text_of(tokenizer)
+            decode = decode or own
         self.decode = decode
         self._front: Front = _front(config.vllm.front)(made.launch)
         self._weights = Weights(self._front, model, refit_names, mend=config.vllm.mend, allow_lossy=allow_lossy)
@@ -90,6 +93,7 @@ class VllmEngine:
         self._terms = vllm_params.Terms(
             logprobs=logprobs,
             has_tokenizer=tokenizer is not None,
+            grammar_end=grammar_end,
             seed=seed,
             refusal=partial(
                 refusal, speculates=made.speculative is not None, mend=config.vllm.mend, allow_lossy=allow_lossy
@@ -122,7 +126,7 @@ class VllmEngine:
         for request, index, stop_ids, params in prepared:
             try:
                 self._front.add(request.request_id, request.prompt.tolist(), params)
-            except ValueError as error:
+            except refusals() as error:
                 self._front.abort(added)
                 for name in added:
                     del self._answers[name]

@@ -79,7 +79,8 @@ def plan(
     if tokenizer is None:
         arguments["skip_tokenizer_init"] = True
     else:
-        arguments["tokenizer"] = str(tokenizer)
+        # Grammars are read as the reference engine reads them.
+        arguments |= {"tokenizer": str(tokenizer), "structured_outputs_config": {"backend": "guidance"}}
     lookahead = 0
     if speculative is not None:
         arguments["speculative_config"] = speculative
@@ -104,6 +105,10 @@ def plan(
     if on_cpu:
         arguments["enforce_eager"] = True
     arguments = _with_options(arguments, config.vllm.options)
+    if isinstance(arguments.get("structured_outputs_config"), dict):
+        from vllm.config import StructuredOutputsConfig
+
+        arguments["structured_outputs_config"] = StructuredOutputsConfig(**arguments["structured_outputs_config"])
     launch = Launch(arguments, _environment(config, on_cpu), config.vllm.in_process, config.vllm.mend)
     return Plan(launch, speculative, lossy, kv_tokens)
 
@@ -176,6 +181,7 @@ def _with_options(arguments: dict[str, Any], options: Mapping[str, Any]) -> dict
         "weight_transfer_config": None,
         "logprobs_mode": None,
         "generation_config": None,
+        "structured_outputs_config": None,
         "disable_log_stats": None,
         "async_scheduling": None,
     }

@@ -18,9 +18,9 @@ def default_eos_ids(model: str | Path) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
 
 
-def decoder(tokenizer: str | Path) -> Decode:
-    """Token ids to text with a tokenizer of transformers, special tokens left out."""
+def text_of(tokenizer: str | Path) -> tuple[Decode, int | None]:
+    """Token ids to text with a tokenizer of transformers, special tokens left out; and its end of sequence."""
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(str(tokenizer))
-    return lambda tokens: str(loaded.decode(list(tokens), skip_special_tokens=True))
+    return lambda tokens: str(loaded.decode(list(tokens), skip_special_tokens=True)), loaded.eos_token_id

@@ -1,17 +1,17 @@
 """The front on the engine of vLLM's offline ``LLM``, with its core in this process or in one of its own."""
 
-import contextlib
 import gc
 import os
 import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 
 from paceline.engines.vllm.counts import PassCounts, Tally
+from paceline.engines.vllm.failures import named, one_line, refusals
 from paceline.engines.vllm.front import Delta, Launch, VllmError
 from paceline.engines.vllm.outputs import deltas
 
@@ -48,8 +48,9 @@ class OfflineFront:
         self._engine.logger_manager.stat_loggers.append(self._tally)
 
     def add(self, request_id: str, prompt: Sequence[int], params: Any) -> None:
-        """Queue a request; ValueError where vLLM refuses it."""
-        self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+        """Queue a request; one of ``failures.refusals`` where vLLM refuses it."""
+        with named("adding a request", passed=refusals()):
+            self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
 
     def poll(self, timeout_s: float) -> list[Delta]:
         """Run a pass, or take over what the core's process emitted."""
@@ -61,19 +62,19 @@ class OfflineFront:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that are in flight."""
-        with _named("aborting requests"):
+        with named("aborting requests"):
             self._engine.abort_request(list(request_ids))
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker."""
-        with _named(f"calling {method}"):
+        with named(f"calling {method}"):
             return list(self._engine.collective_rpc(method, args=args))
 
     def pause(self) -> list[Delta]:
         """Stop the core, where it runs by itself, and take over what it had emitted."""
         if self._in_process:
             return []
-        with _named("pausing"):
+        with named("pausing"):
             self._engine.engine_core.call_utility("pause_scheduler", "keep", False)
         found: list[Delta] = []
         while not self._engine.engine_core.outputs_queue.empty():
@@ -83,22 +84,22 @@ class OfflineFront:
     def resume(self) -> None:
         """Let the core go on."""
         if not self._in_process:
-            with _named("resuming"):
+            with named("resuming"):
                 self._engine.engine_core.call_utility("resume_scheduler")
 
     def reset_prefix_cache(self, running: bool) -> None:
         """Forget shared prompts, and with ``running`` the KV of what is in flight."""
-        with _named("resetting the prefix cache"):
+        with named("resetting the prefix cache"):
             self._engine.reset_prefix_cache(reset_running_requests=running)
 
     def sleep(self, level: int) -> None:
         """Give memory back."""
-        with _named("going to sleep"):
+        with named("going to sleep"):
             self._engine.sleep(level)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory again."""
-        with _named("waking up"):
+        with named("waking up"):
             self._engine.wake_up(None if tags is None else list(tags))
 
     def counts(self) -> PassCounts:
@@ -125,7 +126,7 @@ class OfflineFront:
 
     def _step(self) -> list[Delta]:
         self._tally.started()
-        with _named("a pass"):
+        with named("a pass"):
             return deltas(self._engine.step())
 
     def _wait(self, timeout_s: float) -> bool:
@@ -137,23 +138,6 @@ class OfflineFront:
                 return False
             time.sleep(1e-4)
         return True
-
-
-def one_line(error: BaseException) -> str:
-    """An error of vLLM with its kind, in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@contextlib.contextmanager
-def _named(doing: str) -> Iterator[None]:
-    """Whatever vLLM raises becomes a VllmError of one line."""
-    try:
-        yield
-    except VllmError:
-        raise
-    except Exception as error:
-        raise VllmError(f"vLLM failed at {doing}: {one_line(error)}; close the engine and build another") from error
 
 
 class Environment:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, Literal
 
 from paceline.engines.hf.intake import RequestError
+from paceline.engines.vllm.failures import refusals
 from paceline.schema import Grammar, RolloutRequest, SamplingParams, derive_seed
 
 #: Below it vLLM raises the temperature in silence; from ``_GREEDY`` down it samples greedily.
@@ -19,11 +20,13 @@ _GREATEST_BIAS = 100.0
 class Terms:
     """What an engine can honour: the mode of its log-probabilities, whether vLLM has a tokenizer; and its noise key.
 
+    ``grammar_end`` is the only id with which vLLM ends a response that has a grammar, the tokenizer's end of sequence.
     ``refusal`` says why known faults of the installed vLLM forbid a request's parameters, None where they do not.
     """
 
     logprobs: Literal["processed", "raw"]
     has_tokenizer: bool
+    grammar_end: int | None
     seed: int
     refusal: Callable[[SamplingParams], str | None]
 
@@ -31,7 +34,7 @@ class Terms:
 def check(request: RolloutRequest, stop_ids: Sequence[int], terms: Terms) -> None:
     """Raise RequestError, in one line, for the first parameter that vLLM would not honour."""
     params = request.params
-    refusals = _refusals(params, stop_ids, terms)
+    refusals = _refusals(request, stop_ids, terms)
     if refusals:
         name, reason = refusals[0]
         raise RequestError(f"request {request.request_id}: {name}={_shown(params, name)}: {reason}")
@@ -78,14 +81,14 @@ def to_vllm(request: RolloutRequest, stop_ids: Sequence[int], terms: Terms) -> A
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra,
         )
-    except ValueError as error:
+    except refusals() as error:
         raise refused(request, error) from None
     if params.bad_words:
         made._bad_words_token_ids = [list(word) for word in params.bad_words]
     return made
 
 
-def refused(request: RolloutRequest, error: ValueError) -> RequestError:
+def refused(request: RolloutRequest, error: Exception) -> RequestError:
     """What vLLM said of a request that it refused, in one line."""
     return RequestError(f"request {request.request_id}: vLLM refuses it: {' '.join(str(error).split())}")
 
@@ -107,9 +110,9 @@ def _exact_params() -> Any:
     return ExactParams
 
 
-def _refusals(params: SamplingParams, stop_ids: Sequence[int], terms: Terms) -> Sequence[tuple[str, str]]:
-    bias = params.logit_bias.values()
-    grammar = params.grammar
+def _refusals(request: RolloutRequest, stop_ids: Sequence[int], terms: Terms) -> Sequence[tuple[str, str]]:
+    params = request.params
+    bias, grammar = params.logit_bias.values(), params.grammar
     checks = (
         (
             "logprobs",
@@ -124,15 +127,29 @@ def _refusals(params: SamplingParams, stop_ids: Sequence[int], terms: Terms) -> 
         ("presence_penalty", abs(params.presence_penalty) > _GREATEST_PENALTY, "vLLM takes -2 to 2"),
         ("frequency_penalty", abs(params.frequency_penalty) > _GREATEST_PENALTY, "vLLM takes -2 to 2"),
         ("logit_bias", any(abs(value) > _GREATEST_BIAS for value in bias), "vLLM takes -100 to 100"),
+        (
+            "bad_words",
+            any(_begins_in(request.prompt.tolist(), word) for word in params.bad_words),
+            "one begins at the end of the prompt, and vLLM looks at the response alone; leave it out",
+        ),
         ("grammar", grammar is not None and not terms.has_tokenizer, "give the engine its `tokenizer`"),
         (
             "grammar",
             grammar is not None and bool(grammar.trigger),
             "vLLM starts a grammar on the first token; leave `trigger` empty, or use engine.kind=hf",
         ),
-        ("grammar", grammar is not None and not stop_ids, "no stop id could end it; give eos_ids or stop_token_ids"),
+        (
+            "grammar",
+            grammar is not None and terms.has_tokenizer and terms.grammar_end not in stop_ids,
+            f"vLLM ends a grammar with token {terms.grammar_end}, which is none of the stop ids; add it",
+        ),
     )
     return [(name, reason) for name, holds, reason in checks if holds]
+
+
+def _begins_in(prompt: list[int], word: Sequence[int]) -> bool:
+    """Whether the prompt ends with a beginning of the word."""
+    return any(prompt[-count:] == list(word[:count]) for count in range(1, len(word)))
 
 
 def _structured(grammar: Grammar | None) -> Any:
