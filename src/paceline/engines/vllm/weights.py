@@ -85,8 +85,11 @@ class Weights:
         layout = front.rpc("paceline_layout")[0]
         self._tied: bool = layout["tied"]
         self._fused = {part: whole for whole, parts in layout["fused"].items() for part in parts}
+        self._parameters = frozenset(layout["parameters"])
         self._expected = None if expected is None else frozenset(expected)
         self._moved: set[str] = set()
+        self._drafter: dict[str, torch.Tensor] = {}
+        self._drafter_version = 0
         self._void = False
         self._level = 0
 
@@ -113,8 +116,11 @@ class Weights:
         if refused is not None:
             raise WeightsError(refused)
 
-    def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The policy gets ``tensors``; no pass may run meanwhile. The drafter's model keeps its own weights."""
+    def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """The policy gets ``tensors``; no pass may run meanwhile. Returns the names of those that reached it.
+
+        The drafter's model keeps its own weights.
+        """
         self.check(tensors)
         if self._void and not self._complete() <= set(tensors):
             self._front.rpc("paceline_reload", "policy")
@@ -124,16 +130,26 @@ class Weights:
         self._send("start_weight_update", version, whole)
         self._moved |= set(tensors)
         self._void = False
+        return self._arrived(tensors)
 
     def load_drafter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """The drafter's model gets ``tensors``, by their names in its checkpoint; WeightsError where none drafts."""
         if not self._front.rpc("paceline_has_draft_model")[0]:
             raise WeightsError("no model drafts, so there is none to load weights into; set drafter.kind")
         self._send("start_draft_weight_update", version, tensors)
+        self._drafter |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self._drafter_version = version
 
     def reload_drafter(self) -> bool:
-        """Load the drafter's checkpoint again; false where the drafter has no weights of its own."""
-        return bool(self._front.rpc("paceline_reload", "drafter")[0])
+        """Load the drafter's checkpoint again, and what ``load_drafter`` gave it since.
+
+        False where the drafter has no weights of its own.
+        """
+        if not self._front.rpc("paceline_reload", "drafter")[0]:
+            return False
+        if self._drafter:
+            self._send("start_draft_weight_update", self._drafter_version, self._drafter)
+        return True
 
     def sleep(self, level: int) -> None:
         """Give memory back at one of vLLM's levels; at level 2 the weights of policy and drafter are void."""
@@ -173,6 +189,12 @@ class Weights:
         path = [self._fused.get(part, part) for part in name.split(".")[:-1]]
         experts = re.match(r".*?\.experts(?=\.|$)", ".".join(path))
         return experts[0] if experts else ".".join(path)
+
+    def _arrived(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` whose layer vLLM says it loaded, and those of which its own names say nothing."""
+        loaded = set(self._front.rpc("paceline_loaded")[0]["names"])
+        left_out = self._parameters - loaded
+        return [name for name in names if f"{self._layer(name)}.{name.rpartition('.')[2]}" not in left_out]
 
     def _send(self, start: str, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         with _shared_file(tensors) as path:

@@ -79,7 +79,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="ignored_parameters",
-        what="min_p and logit_bias have no effect where vLLM speculates",
+        what="neither min_p nor logit_bias is applied where vLLM speculates",
         answer="refused",
         noted="2026-11-30",
         seen=("0.32.0",),
@@ -188,7 +188,7 @@ def refusal(params: SamplingParams, *, speculates: bool, mend: bool, allow_lossy
         for name in ("min_p", "logit_bias"):
             if getattr(params, name):
                 return (
-                    f"{name}={getattr(params, name)!r}: vLLM {installed()} ignores it where it speculates; "
+                    f"{name}={getattr(params, name)!r}: vLLM {installed()} does not apply it where it speculates; "
                     f"set drafter.kind=none, or leave {name} out"
                 )
     if not mend and not allow_lossy and params.temperature > 0 and "expand_batch_to_tokens" in here:

@@ -54,11 +54,12 @@ class WorkerExtension:
         return [] if model is None else [name for name, layer in model.named_modules() if _is_stale(layer)]
 
     def paceline_layout(self) -> dict[str, Any]:
-        """How the policy's weights are laid out: ``fused`` layers by the names of their parts, and whether ``tied``."""
+        """How the policy's weights are laid out: ``fused`` layers by their parts, whether ``tied``, ``parameters``."""
         model = _model(self, "policy")
         config = self.vllm_config.model_config.hf_config.get_text_config()
+        tied = bool(getattr(config, "tie_word_embeddings", False))
         fused = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
-        return {"fused": fused, "tied": bool(getattr(config, "tie_word_embeddings", False))}
+        return {"fused": fused, "tied": tied, "parameters": [name for name, _ in model.named_parameters()]}
 
     def paceline_has_draft_model(self) -> bool:
         """Whether a model drafts, with weights of its own."""
