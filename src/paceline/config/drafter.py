@@ -104,6 +104,10 @@ class DrafterConfig(Section):
         has_head = self.kind != "eagle3" or self.head.path is not None
         require(has_head, "head.path", self.head.path, "the directory or hub id of an EAGLE-3 head")
         require(self.budget >= 0, "budget", self.budget, ">= 0")
+        separable = not self.isolate or self.kind in ("none", "history", "prompt_lookup")
+        require(
+            separable, "isolate", self.isolate, f"false where kind is {self.kind}, which shares the engine's process"
+        )
         require(self.forced or self.kind != "forced", "forced", self.forced, "true where kind is forced")
 
 

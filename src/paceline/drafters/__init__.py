@@ -5,6 +5,7 @@ from paceline.drafters.base import Drafter, PolicyTraits, Remembers
 from paceline.drafters.forced import ForcedDrafter
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.drafters.history import HistoryDrafter
+from paceline.drafters.isolated import IsolatedDrafter, IsolatedHistoryDrafter
 from paceline.drafters.prefetch import PrefetchingDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
 from paceline.sampling.grammar import Vocabulary
@@ -15,6 +16,8 @@ __all__ = [
     "ForcedDrafter",
     "GuardedDrafter",
     "HistoryDrafter",
+    "IsolatedDrafter",
+    "IsolatedHistoryDrafter",
     "PolicyTraits",
     "PrefetchingDrafter",
     "PromptLookupDrafter",
@@ -76,6 +79,9 @@ def _unforced(
         from paceline.drafters.draft_model import DraftModelDrafter
 
         return DraftModelDrafter.from_config(config.draft_model, policy, vocabulary)
+    if config.isolate:
+        separate = IsolatedHistoryDrafter if config.kind == "history" else IsolatedDrafter
+        return separate(config, salt, chains)
     if config.kind == "prompt_lookup":
         lookup = config.prompt_lookup
         return PromptLookupDrafter(lookup.min_match, lookup.max_match, lookup.factor, lookup.newest)

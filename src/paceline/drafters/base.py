@@ -64,6 +64,12 @@ class Remembers(Protocol):
     def restore(self, snapshot: Snapshot) -> None:
         """Take over a snapshot; nothing where SnapshotError is raised."""
 
+    def votes(self) -> list[float]:
+        """What was learned."""
+
+    def set_votes(self, state: list[float]) -> None:
+        """Take over what ``votes`` gave: what was learned since is forgotten."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTraits:

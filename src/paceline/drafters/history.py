@@ -123,6 +123,14 @@ class HistoryDrafter:
         """Tokens that are remembered, those of prompts and of requests in flight among them."""
         return self.history.tokens
 
+    def votes(self) -> list[float]:
+        """What was learned, as ``history.base.History.votes``."""
+        return self.history.votes()
+
+    def set_votes(self, state: list[float]) -> None:
+        """Take over what ``votes`` gave; ValueError where it is of another version or not finite."""
+        self.history.set_votes(state)
+
     def snapshot(self) -> Snapshot:
         """Everything finished and learned, for ``history.snapshot.encode_snapshot``; no request in flight."""
         return Snapshot(self.salt, self._version, *self.history.records(), votes=np.array(self.history.votes()))

@@ -1,14 +1,20 @@
 """A drafter that fails in the middle of a run costs passes, never a token nor the run."""
 
 import logging
+import os
+import signal
 
 import pytest
+from msgspec.structs import replace
 
-from paceline.config import BudgetConfig
-from paceline.drafters import HistoryDrafter
+from paceline.config import BudgetConfig, DrafterConfig, EngineConfig, HistoryConfig
+from paceline.drafters import HistoryDrafter, make_drafter
 from paceline.engines.hf import HFEngine
+from paceline.history.snapshot import SnapshotError
 from paceline.schema import DraftLawError, RolloutRequest, SamplingParams, as_tokens
 from tiny_models import tiny
+
+FIXED = BudgetConfig(mode="fixed")
 
 
 def requests(epoch):
@@ -20,7 +26,7 @@ def requests(epoch):
 
 
 def run(drafter, epochs=3):
-    engine = HFEngine(tiny(), drafter=drafter, budget_config=BudgetConfig(mode="fixed"), eos_ids=())
+    engine = HFEngine(tiny(), drafter=drafter, budget_config=FIXED, eos_ids=())
     tokens = [rollout.tokens.tolist() for epoch in range(epochs) for rollout in engine.generate(requests(epoch))]
     return engine, tokens
 
@@ -77,3 +83,61 @@ def test_a_refit_brings_a_lost_drafter_back():
 def test_a_wrong_law_of_a_drafter_still_ends_the_pass():
     with pytest.raises(DraftLawError, match="excluded"):
         run(Failing("propose", 3, DraftLawError("token 3 is excluded")))
+
+
+# In a process of its own
+
+ISOLATED = DrafterConfig(isolate=True, history=HistoryConfig(threads=0))
+
+
+def test_a_drafter_killed_in_the_middle_of_generation_costs_drafts_and_no_token(caplog):
+    config = EngineConfig(slots=2)
+    plain = HFEngine(tiny(), config=config, eos_ids=())
+    engine = HFEngine(tiny(), config=config, drafter=make_drafter(ISOLATED, salt=1), budget_config=FIXED, eos_ids=())
+    pid = engine.drafter.inner.pid
+    expected = [rollout.tokens.tolist() for epoch in "ab" for rollout in plain.generate(requests(epoch))]
+    tokens = [rollout.tokens.tolist() for rollout in engine.generate(requests("a"))]
+    drafted = engine.stats().tokens_drafted
+    finished = []
+
+    def kill(rollout):
+        if not finished:
+            os.kill(pid, signal.SIGKILL)
+        finished.append(rollout.request_id)
+
+    with caplog.at_level(logging.WARNING):
+        tokens += [rollout.tokens.tolist() for rollout in engine.generate(requests("b"), on_finish=kill)]
+    assert tokens == expected
+    assert len(finished) == 4
+    assert 0 < drafted < engine.stats().tokens_drafted  # it drafted until it was killed
+    assert engine.stats().events == {"drafter_lost": 1}
+    assert f"its process {pid} was ended by signal 9; decoding goes on without drafts" in caplog.text
+    assert engine.history_snapshot() is None
+    engine.load_weights(1, tiny().state_dict())
+    assert engine.stats().events == {"drafter_lost": 1, "drafter_reloaded": 1}
+    assert engine.history_snapshot() is not None
+    engine.close()
+
+
+def test_a_checkpoint_holds_the_history_of_a_process_of_its_own_too():
+    ours, theirs = (replace(ISOLATED, isolate=isolate) for isolate in (False, True))
+    engines = [run(make_drafter(config, salt=1))[0] for config in (ours, theirs)]
+    held, isolated = (engine.history_snapshot() for engine in engines)
+    assert held == isolated
+    again, _ = run(make_drafter(theirs), epochs=0)
+    again.restore_history(held)
+    assert again.history_snapshot() == held
+    with pytest.raises(SnapshotError, match="restore into a fresh drafter"):
+        again.restore_history(held)
+    assert again.stats().events == {}
+    for engine in (*engines, again):
+        engine.close()
+
+
+def test_the_process_ends_when_the_engine_closes():
+    engine, _ = run(make_drafter(ISOLATED), epochs=1)
+    pid = engine.drafter.inner.pid
+    os.kill(pid, 0)
+    engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
