@@ -52,7 +52,7 @@ class Front(Protocol):
     vocabulary: int
 
     def add(self, request_id: str, prompt: Sequence[int], params: Any) -> None:
-        """Queue a request; ``params`` are vLLM's own. ``failures.refusals`` where it refuses them; it is not queued then."""
+        """Queue a request; ``params`` are vLLM's own. Raises one of ``failures.refusals``, with nothing queued."""
 
     def poll(self, timeout_s: float) -> list[Delta]:
         """What was emitted since; waits at most ``timeout_s`` for something. Where passes run here, it runs one."""
