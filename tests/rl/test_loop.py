@@ -79,11 +79,11 @@ def test_the_policy_learns(policy, tmp_path):
     assert records[-1].reward > records[0].reward + 0.3
 
 
-@pytest.mark.parametrize("kind", ["none", "prompt_lookup"])
-def test_the_drafter_decides_no_token(policy, tmp_path, kind):
+@pytest.mark.parametrize("drafter", ["kind=none", "kind=prompt_lookup", "isolate=true"])
+def test_the_drafter_decides_no_token(policy, tmp_path, drafter):
     options = ("policy.dtype=float64", "rl.epochs=3")
     train(tiny_config(policy, tmp_path / "a", "drafter.kind=history", *options))
-    train(tiny_config(policy, tmp_path / "b", f"drafter.kind={kind}", *options))
+    train(tiny_config(policy, tmp_path / "b", f"drafter.{drafter}", *options))
     result = diff_runs(tmp_path / "a", tmp_path / "b")
     assert result.verdict == "identical"
     assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
