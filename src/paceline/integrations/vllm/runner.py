@@ -62,7 +62,11 @@ class Runner:
             tokens=tokens,
             lengths=lengths,
             emitted=emitted,
-            verified=[len(scheduled) for scheduled in held.spec_token_ids[: len(names)]],
+            # Rows that come anew are padded to the others' length with placeholders, which are no drafts.
+            verified=[
+                len(scheduled) if scheduled and scheduled[0] >= 0 else 0
+                for scheduled in held.spec_token_ids[: len(names)]
+            ],
         )
 
     def on_shutdown(self, act: Callable[[], None]) -> None:
