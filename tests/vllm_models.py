@@ -67,30 +67,15 @@ def settings(model: str | Path, **more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
-def register_kernels_once() -> None:
-    """A second engine in one process registers vLLM's Triton kernels a second time, which fails."""
-    from vllm.platforms import current_platform
-
-    kind = type(current_platform)
-    if hasattr(kind, "paceline_once"):
-        return
-    register, done = kind.register_triton_kernel_overrides, []
-
-    def once(_platform: Any = None) -> None:
-        if not done:
-            done.append(True)
-            register()
-
-    kind.register_triton_kernel_overrides = once
-    kind.paceline_once = True
-
-
 @contextmanager
 def started(model: str | Path, **more: Any) -> Iterator[Any]:
     """vLLM's offline ``LLM`` of a tiny model, in this process, which is free for another one afterwards."""
-    register_kernels_once()
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from paceline.engines.vllm.workarounds import mend_process
+
+    mend_process()
 
     llm = LLM(**settings(model, **more))
     try:

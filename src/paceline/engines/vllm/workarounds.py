@@ -146,17 +146,18 @@ def mend_process() -> list[str]:
     return ["second_engine"]
 
 
-def mend_worker(runner: Any, mend: bool = True) -> list[str]:
+def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> list[str]:
     """Mend what the worker of ``runner``, a model runner of vLLM, suffers from; returns the names, in order.
 
-    With ``mend`` false whatever an earlier engine of this process had mended comes back.
+    With ``transfers`` new weights come through ``transfer.TransferEngine``, which mends what goes wrong there. With
+    ``mend`` false whatever an earlier engine of this process had mended comes back.
     """
     here = faults_here()
     wanted: dict[str, Callable[[], bool]] = {
         "expand_batch_to_tokens": _mend_expand,
         "top_k_without_drafts": _mend_top_k,
-        "tied_head": lambda: True,
-        "partial_layer": lambda: True,
+        "tied_head": lambda: transfers,
+        "partial_layer": lambda: transfers,
         "long_row": lambda: _mend_long_row(runner),
     }
     _mended.clear()

@@ -28,7 +28,7 @@ class WorkerExtension:
 
     def paceline_mend(self, mend: bool) -> list[str]:
         """Mend known faults, or take earlier mends back; returns the names of those that are mended now."""
-        return workarounds.mend_worker(self.model_runner, mend)
+        return workarounds.mend_worker(self.model_runner, mend, transfers=True)
 
     @torch.inference_mode()
     def paceline_checksums(self, part: Part) -> dict[str, int]:
