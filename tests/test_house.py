@@ -170,16 +170,19 @@ def test_versions_agree() -> None:
 
 
 def test_every_dependency_is_pinned_once_and_exactly() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
-    inexact = [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
-    assert inexact == []
-    names = [re.sub("[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
-    assert sorted(names) == sorted(set(names))
+    names: dict[str, list[str]] = {}
+    for file in ("constraints.txt", "constraints-vllm.txt"):
+        lines = [line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+        inexact = [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+        assert inexact == []
+        names[file] = [re.sub("[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
+        assert sorted(names[file]) == sorted(set(names[file]))
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, asked = settings["project"], ["cmake", "ninja", *settings["build-system"]["requires"]]
     asked += project["dependencies"] + [need for extra in project["optional-dependencies"].values() for need in extra]
     wanted = {re.sub("[-_.]+", "-", re.match(r"[\w.-]+", need)[0]).lower() for need in asked} - {"paceline"}
-    assert wanted - set(names) == set()
+    # The CPU build of vLLM has another name, and the Makefile says which version.
+    assert wanted - set(names["constraints.txt"]) == {"vllm"}
 
 
 def test_importing_the_package_loads_no_torch() -> None:
