@@ -2,15 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.budget.controller import BudgetController, Plan
@@ -24,6 +24,8 @@ from paceline.engines.hf.intake import Limits, default_eos_ids, expand, start_gr
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.engines.hf.schedule import Scheduler, Share
+from paceline.engines.hf.watch import Watch
+from paceline.engines.sentinel import Sentinel
 from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner
 from paceline.history.snapshot import decode_snapshot, encode_snapshot
@@ -31,7 +33,7 @@ from paceline.sampling.accept import Verdict, VerifyRow, accept
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
 from paceline.sampling.stops import Decode, cut
-from paceline.schema import EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
+from paceline.schema import CANARY, EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,6 +97,9 @@ class HFEngine:
             vocabulary=self._runner.vocabulary,
             coupled=self.config.acceptance == "coupled",
         )
+        self.is_drafting = True
+        watched = self.config.sentinel if drafter is not None else replace(self.config.sentinel, canaries=0)
+        self.sentinel = Sentinel(watched, Watch(self, model), partial(_tell, self._stats))
         self._done: list[Rollout] = []
         self._closed = False
         if self.drafter is not None:
@@ -137,7 +142,7 @@ class HFEngine:
         self._queue.admit()
         if self._queue.running:
             started = time.perf_counter()
-            shares, plan = self._scheduler.schedule(self.drafter, self.version)
+            shares, plan = self._scheduler.schedule(self.drafter if self.is_drafting else None, self.version)
             verdicts, prefilled = self._verify(shares)
             paths, emitted = self._commit(shares, verdicts)
             self._close(plan, paths, emitted, time.perf_counter() - started, prefilled)
@@ -145,6 +150,7 @@ class HFEngine:
         self._scheduler.lengths.finish(done)
         if done and self.drafter is not None:
             self.drafter.finish(done)
+        self.sentinel.remember(done)
         return done
 
     def generate(
@@ -170,6 +176,21 @@ class HFEngine:
             yield
         finally:
             self.drafter = drafter
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it drafts are verified whole, and the engine neither counts passes nor learns from them."""
+        if self.busy:
+            raise RuntimeError("nothing can be decoded aside while requests are in flight")
+        kept = self._stats, self.controller, self._scheduler, self.is_drafting
+        self._stats = self._queue.stats = replace(self._stats, events=self._stats.events)
+        self.controller = BudgetController(BudgetConfig(mode="fixed"), StepTimeTable(), self._stats)
+        self._scheduler, self.is_drafting = self._scheduler.like(self.controller, self._stats), True
+        try:
+            yield
+        finally:
+            self._stats, self.controller, self._scheduler, self.is_drafting = kept
+            self._queue.stats = self._stats
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next ``step`` returns what it has, finish reason ``abort``. KeyError if unknown."""
@@ -199,29 +220,41 @@ class HFEngine:
         """The policy moves to ``version``, also in the middle of requests: their later tokens carry it.
 
         With ``refit_kv`` "recompute" the cache of running requests is rebuilt by the new weights, so that later tokens
-        are exactly the new policy's; "keep" goes on from the old keys and values. Raises ``WeightsError`` with the
-        first tensor that is missing, unknown or of another shape; nothing is loaded then.
+        are exactly the new policy's; "keep" goes on from the old keys and values. The sentinel looks at policy and
+        drafter then. Raises ``WeightsError`` with the first tensor that is missing, unknown or of another shape;
+        nothing is loaded then.
         """
         self._check_open()
+        tensors = {name: tensor.to(self._runner.dtype) for name, tensor in tensors.items()}
+        self.sentinel.refit(tensors, lambda: self._load(version, tensors))
+
+    def _load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
         self._runner.load_weights(tensors, self._refit_names)
         self._stats.weight_version = version
         self._queue.forget(recompute=self.config.refit_kv == "recompute")
         self.controller.refit()
         if self.drafter is not None:
             self.drafter.on_weights(version)
+        return tensors
 
     def stats(self) -> EngineStats:
         """A copy of the counters since the engine was built."""
-        return msgspec.structs.replace(self._stats, events=dict(self._stats.events))
+        watched = {"drafter_version": self.sentinel.versions()[1], "canary_acceptance": self.sentinel.acceptance}
+        return replace(self._stats, events=dict(self._stats.events), **watched)
 
     def state(self) -> dict[str, Any]:
-        """What was measured of passes and drafts, for a checkpoint: plain numbers."""
-        return {"step_times": self.table.state(), "budget": self.controller.state()}
+        """What was measured of passes and drafts, for a checkpoint: plain values."""
+        return {
+            "step_times": self.table.state(),
+            "budget": self.controller.state(),
+            "sentinel": self.sentinel.state(),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` gave; KeyError, TypeError or ValueError for anything else."""
         self.table.load_state(state["step_times"])
         self.controller.load_state(state["budget"])
+        self.sentinel.load_state(state["sentinel"])
 
     def history_snapshot(self) -> bytes | None:
         """The drafter's history as ``encode_snapshot`` writes it, None without one. No request in flight."""
@@ -344,7 +377,8 @@ class HFEngine:
         text = row.text
         if text is None and self.decode is not None:
             text = self.decode([int(token) for token in row.response])
-        self._done.append(row.rollout(reason, text))
+        is_canary = row.request_id.startswith(CANARY)
+        self._done.append(row.rollout("abort" if is_canary else reason, text))
 
     def _spec(self, request: RolloutRequest) -> Spec:
         params = request.params

@@ -83,6 +83,18 @@ class Scheduler:
         self._weights: dict[str, float] = {}
         self._passes = 0
 
+    def like(self, controller: BudgetController, stats: EngineStats) -> "Scheduler":
+        """Another of the same limits, which has seen nothing yet."""
+        return Scheduler(
+            self.queue,
+            controller,
+            stats,
+            budget=self.budget,
+            context=self.context,
+            vocabulary=self.vocabulary,
+            coupled=self.coupled,
+        )
+
     def schedule(self, drafter: Drafter | None, version: int) -> tuple[list[Share], Plan]:
         """The shares of a pass in slot order: last tokens first, then prompts by arrival, then drafts; and its plan.
 
