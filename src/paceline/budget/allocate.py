@@ -32,18 +32,15 @@ class Nodes:
         self.starts: Indices = np.concatenate([[0], np.cumsum(sizes)])
         total = int(self.starts[-1])
         self.draft_N: Indices = np.repeat(np.arange(len(drafts)), sizes)
-        self.probs_N: Floats = np.full(total, np.nan)
-        self.sources_N: npt.NDArray[np.uint8] = np.full(total, _OTHER, dtype=np.uint8)
+        self.probs_N: Floats = _joined([draft.probs for draft in drafts], sizes, np.nan, np.float64)
+        self.sources_N: npt.NDArray[np.uint8] = _joined([draft.sources for draft in drafts], sizes, _OTHER, np.uint8)
         index = np.arange(total)
         above_N = index - 1 - self.starts[self.draft_N]  # within the draft
         self._are_chains = all(draft.parents is None for draft in drafts)
-        for draft, start, end in zip(drafts, self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
-            if draft.parents is not None:
-                above_N[start:end] = draft.parents
-            if draft.sources is not None:
-                self.sources_N[start:end] = draft.sources
-            if draft.probs is not None:
-                self.probs_N[start:end] = draft.probs
+        if not self._are_chains:
+            for draft, start, end in zip(drafts, self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
+                if draft.parents is not None:
+                    above_N[start:end] = draft.parents
         self.parent_N: Indices = np.where(above_N < 0, index, above_N + self.starts[self.draft_N])
         self.claims_N = self._conditional()
 
@@ -194,6 +191,18 @@ def pruned(draft: Draft, keep: Indices) -> Draft:
         probs=None if draft.probs is None else draft.probs[own],
         law_of=None if draft.law_of is None else draft.law_of[own],
     )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any] | None], sizes: Indices, absent: float, dtype: Any) -> npt.NDArray[Any]:
+    """The parts end to end; ``absent`` in the place of those that are None."""
+    if not parts:
+        return np.empty(0, dtype=dtype)
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        pairs = zip(parts, sizes.tolist(), strict=True)
+        known = [np.full(size, absent, dtype=dtype) if part is None else part for part, size in pairs]
+    joined: npt.NDArray[Any] = np.concatenate(known, dtype=dtype, casting="unsafe")
+    return joined
 
 
 def _first(nodes: Nodes, probs_N: Floats, chosen: Indices) -> Allocation:
