@@ -101,7 +101,7 @@ def check_updates(front: Front, model: Path) -> None:
     before = weighted(front.rpc("paceline_checksums", "policy")[0])
     for version in (1, 2):
         policy = moved(model, version)
-        weights.load(version, tensors(policy))
+        assert weights.load(version, tensors(policy)) == list(tensors(policy))
         front.reset_prefix_cache(running=False)
         assert off_by(front, policy, f"after {version}") < 1e-4
         assert front.rpc("paceline_stale", "policy") == [[]]
@@ -139,8 +139,10 @@ def test_an_update_of_the_policy_leaves_the_drafter_alone_and_the_other_way_roun
         assert not {name for name in before if before[name] == after[name]}
         assert front.rpc("paceline_checksums", "policy")[0] == moved_policy
         assert front.rpc("paceline_stale", "drafter") == [[]]
-        assert weights.reload_drafter()
+        assert front.rpc("paceline_reload", "drafter") == [True]
         assert weighted(front.rpc("paceline_checksums", "drafter")[0]) == before
+        assert weights.reload_drafter()
+        assert weighted(front.rpc("paceline_checksums", "drafter")[0]) == after
         assert off_by(front, policy, "after all") < 1e-4
 
 
