@@ -72,16 +72,18 @@ class Letters:
         return prompt.text[0] * 4
 
 
+def tiny_overrides(policy, out, *overrides):
+    """The settings of a short run on ``Letters``, as a command line takes them."""
+    return [
+        f"out={out}", f"policy.path={policy}",
+        "tasks={letters: {kind: 'tiny_run:Letters', train_prompts: 6, eval_prompts: 4}}",
+        "sampling.max_tokens=12", "rl.prompts_per_step=3", "rl.group_size=4", "rl.lr=1e-2", "rl.epochs=2",
+        "check.every=1", "threads=1", "budget.mode=fixed", *overrides,
+    ]  # fmt: skip
+
+
 def tiny_config(policy, out, *overrides):
     """The configuration of a short run on ``Letters``."""
     from paceline.config import load_config
 
-    return load_config(
-        None,
-        [
-            f"out={out}", f"policy.path={policy}",
-            "tasks={letters: {kind: 'tiny_run:Letters', train_prompts: 6, eval_prompts: 4}}",
-            "sampling.max_tokens=12", "rl.prompts_per_step=3", "rl.group_size=4", "rl.lr=1e-2", "rl.epochs=2",
-            "check.every=1", "threads=1", "budget.mode=fixed", *overrides,
-        ],
-    )  # fmt: skip
+    return load_config(None, tiny_overrides(policy, out, *overrides))

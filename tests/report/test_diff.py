@@ -225,6 +225,16 @@ def test_runs_that_keep_the_law_alone_are_no_violation_and_no_proof_either(compa
     assert compare(rows_of(), rows_of()[1:], *configs).verdict == "violation", "no law loses a rollout"
 
 
+def test_runs_on_vllm_keep_the_law_and_can_be_compared_with_the_reference_engines(compare):
+    ours, theirs = load_config(None), load_config(None, ["engine.kind=vllm", "engine.vllm.in_process=false"])
+    rows = changed(rows_of(), 3, tokens=[1, 1, 3, 9, 5])
+    for configs in ((ours, theirs), (theirs, theirs)):
+        result = compare(rows_of(), rows, *configs)
+        assert result.verdict == "law only"
+        assert "as engine.kind=vllm" in result.message
+    assert compare(rows_of(), rows, ours, ours).verdict == "violation"
+
+
 def test_point_masses_keep_their_tokens_in_every_mode_of_acceptance(compare):
     config = load_config(None, ["engine.acceptance=rejection"])
     changed_rows = changed(rows_of(), 3, tokens=[1, 1, 3, 9, 5])

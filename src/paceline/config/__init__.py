@@ -231,7 +231,13 @@ FREE_SETTINGS: tuple[str, ...] = (
 
 
 #: How drafts are verified: it may change tokens and is no reason not to compare them.
-VERIFICATION_SETTINGS: tuple[str, ...] = ("allow_lossy", "engine.acceptance", "engine.verifier")
+VERIFICATION_SETTINGS: tuple[str, ...] = (
+    "allow_lossy",
+    "engine.acceptance",
+    "engine.kind",
+    "engine.verifier",
+    "engine.vllm",
+)
 
 
 def unlike_settings(a: Config, b: Config, but: Sequence[str] = ()) -> list[str]:

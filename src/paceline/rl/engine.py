@@ -1,6 +1,7 @@
 """The engine of a run: which one the configuration asks for, and what the loop wants of either kind."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ import numpy as np
 from msgspec.structs import replace
 
 from paceline.budget.steptime import StepTimeTable, plain_generation_seconds
-from paceline.config import INSIDE_VLLM, Config
+from paceline.config import Config
 from paceline.drafters import make_drafter
 from paceline.engines.hf import HFEngine
 from paceline.engines.identity import Identity, check_identity
+from paceline.engines.vllm.launch import PLUGIN_KINDS
 from paceline.rl.policy import Policy
+from paceline.rl.timing import deaf_to_ctrl_c
 from paceline.sampling.grammar import Vocabulary
-from paceline.schema import PacelineError, Rollout, RolloutRequest
+from paceline.schema import CANARY, PacelineError, Rollout, RolloutRequest
 from paceline.typed_yaml import load_by_path
 
 if TYPE_CHECKING:
@@ -66,20 +69,30 @@ def _vllm(config: Config, policy: Policy, export: Path, has_grammars: bool) -> "
         policy.save_pretrained(export)
     except OSError as error:
         raise PacelineError(f"out={config.out}: the policy cannot be written there for vLLM to load: {error}") from None
-    return VllmEngine(
-        export,
-        config=config.engine,
-        # A warm start is the loop's affair: on a resume there must be none.
-        drafter=replace(config.drafter, history=replace(config.drafter.history, warm=None)),
-        budget=config.budget,
-        dtype=config.policy.dtype,
-        seed=config.seed,
-        eos_ids=policy.eos_ids,
-        decode=lambda tokens: policy.decode(np.asarray(tokens)),
-        tokenizer=export if has_grammars or config.sampling.stop else None,
-        refit_names=policy.refit_names(),
-        allow_lossy=config.allow_lossy,
-    )
+    with deaf_to_ctrl_c(), _gone_if_it_fails(export):
+        return VllmEngine(
+            export,
+            config=config.engine,
+            # A warm start is the loop's affair: on a resume there must be none.
+            drafter=replace(config.drafter, history=replace(config.drafter.history, warm=None)),
+            budget=config.budget,
+            dtype=config.policy.dtype,
+            seed=config.seed,
+            eos_ids=policy.eos_ids,
+            decode=lambda tokens: policy.decode(np.asarray(tokens)),
+            tokenizer=export if has_grammars or config.sampling.stop else None,
+            refit_names=policy.refit_names(),
+            allow_lossy=config.allow_lossy,
+        )
+
+
+@contextmanager
+def _gone_if_it_fails(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def drafts(config: Config) -> bool:
@@ -93,10 +106,10 @@ def check(
     """The identity check where the engine promises equal tokens; elsewhere nothing but the time of plain decoding."""
     if isinstance(engine, HFEngine):
         return check_identity(engine, requests, rollouts)
-    if config.drafter.kind in INSIDE_VLLM:  # vLLM cannot do without them for single requests
+    if drafts(config) and config.drafter.kind not in PLUGIN_KINDS:  # vLLM's own draft for every request
         return Identity("not checked", float("nan"))
     # Requests of this name leave nothing behind in history.
-    plain = [replace(r, request_id=f"canary/plain/{r.request_id}", speculate=False) for r in requests]
+    plain = [replace(r, request_id=f"{CANARY}plain/{r.request_id}", speculate=False) for r in requests]
     started = time.perf_counter()
     engine.generate(plain)
     return Identity("not checked", time.perf_counter() - started)

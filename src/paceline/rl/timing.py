@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 
 class Clock:
@@ -39,3 +40,15 @@ def stop_after_step() -> Iterator[threading.Event]:
         yield stopping
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started within it hear no Ctrl-C: it is for the loop, which ends the step with their help."""
+    # multiprocessing unblocks the signal where it starts its tracker, so that is started before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
