@@ -93,7 +93,7 @@ test: assets ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-vllm: assets venv-vllm ## run the tests that need the real vLLM
-	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/rl/test_vllm_run.py
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/rl/test_vllm_run.py tests/audit/test_vllm.py
 
 check: venv ## lint, formatting, types, floors
 	$(BIN)/ruff check

@@ -126,10 +126,10 @@ def test_a_token_at_the_edge_of_a_cut_off_is_known_as_such(policy):
     engine.close()
     assert not audited.at_edge(case, rollout, 0, params)
     # The token of rank top_k + 1, a hair below the last that is kept.
-    raw = audited._logits(rollout)[0]
+    raw = audited._logits(case, rollout)[0]
     order = np.argsort(-raw)
     last, next_one = order[params.top_k - 1], order[params.top_k]
-    audited._logits = lambda rollout: np.where(np.arange(len(raw)) == next_one, raw[last] - 1e-5, raw)[None]
+    audited._logits = lambda case, rollout: np.where(np.arange(len(raw)) == next_one, raw[last] - 1e-5, raw)[None]
     rollout.tokens = np.array([next_one], dtype=np.int32)
     assert audited.at_edge(case, rollout, 0, params)
     assert compare([rollout], [rollout], lambda *_: False).first is None
@@ -154,8 +154,8 @@ def test_the_command_writes_its_certificate_and_says_so_by_its_exit_code(tmp_pat
         (["--case", "none"], "the audit has no case 'none'"),
         (["--policy", "nowhere/at/all"], "policy.path=nowhere/at/all"),
         (
-            ["--policy", "{tiny}", "--engine", "vllm"],
-            "--engine vllm: must be paceline, transformers or MODULE:FUNCTION",
+            ["--policy", "{tiny}", "--engine", "sglang"],
+            "--engine sglang: must be paceline, transformers, vllm or MODULE:FUNCTION",
         ),
         (["--policy", "{tiny}", "--prompts", "missing.txt"], "--prompts missing.txt: cannot be read"),
         (["--policy", "{tiny}", "--engine", "transformers", "--setting", "x"], "--setting x: must be KEY=VALUE"),

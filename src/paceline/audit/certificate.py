@@ -13,7 +13,8 @@ class Check(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Statistical checks have a ``p_value``, and the one ``adjusted`` for all statistical checks of the audit (Holm);
     they fail where that is at most the audit's alpha. ``draws`` counts what was looked at. ``refused``: the engine says
-    itself that it does not offer the parameters of the case, so nothing is certified about them.
+    itself that it does not offer the parameters of the case, so nothing is certified about them. ``fault`` names the
+    known fault of the engine that explains a failure or a refusal.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Check(msgspec.Struct, kw_only=True, omit_defaults=True):
     p_value: float | None = None
     adjusted: float | None = None
     statistic: float | None = None
+    fault: str | None = None
 
 
 class Power(msgspec.Struct, kw_only=True):

@@ -1,5 +1,6 @@
 """What must hold for every single response, whatever its law: ends, records, counters, log-probabilities, equality."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,16 @@ from paceline.schema import EngineStats, Rollout, RolloutRequest, SamplingParams
 
 @dataclass(frozen=True)
 class Terms:
-    """What the responses of a case are held to: the ids that stop, the longest sequence, ids below ``vocabulary``."""
+    """What the responses of a case are held to: the ids that stop, the longest sequence, ids below ``vocabulary``.
+
+    ``pattern`` is a regular expression that the text of a response must match where it ended by itself.
+    """
 
     stop_ids: tuple[int, ...]
     context: int
     vocabulary: int
     decode: Callable[[Sequence[int]], str] | None = None
+    pattern: str | None = None
 
 
 def wrong_end(rollout: Rollout, params: SamplingParams, terms: Terms) -> str | None:
@@ -36,7 +41,11 @@ def wrong_end(rollout: Rollout, params: SamplingParams, terms: Terms) -> str | N
         found = [whole.find(stop) for stop in params.stop if stop in whole] if count > params.min_tokens else []
         if text != (whole[: min(found)] if found and not stopped else whole):
             return "text and tokens disagree"
+        if found and not params.min_tokens and any(stop in terms.decode(tokens[:-1].tolist()) for stop in params.stop):
+            return f"tokens follow the stop string at character {min(found)}"
         stopped = stopped or bool(found)
+        if terms.pattern is not None and stopped and not re.fullmatch(terms.pattern, text):
+            return f"the text {text!r} is none of the grammar"
     if rollout.finish_reason != ("stop" if stopped else "length"):
         return f"finish reason {rollout.finish_reason!r} after {count} of {limit} tokens"
     if not stopped and count < limit:
@@ -64,13 +73,18 @@ def wrong_record(rollout: Rollout) -> str | None:
     return None
 
 
-def wrong_counters(stats: EngineStats, rollouts: Sequence[Rollout]) -> str | None:
-    """What is wrong with the engine's counters after it made exactly these rollouts; None where nothing is."""
+def wrong_counters(stats: EngineStats, rollouts: Sequence[Rollout], *, drafted: bool = True) -> str | None:
+    """What is wrong with the engine's counters after it made exactly these rollouts; None where nothing is.
+
+    ``drafted`` false leaves out what was drafted, where the responses only estimate it.
+    """
     right = {
         "tokens_emitted": sum(len(rollout.tokens) for rollout in rollouts),
         "tokens_accepted": sum(rollout.accepted for rollout in rollouts),
         "tokens_drafted": sum(rollout.drafted for rollout in rollouts),
     }
+    if not drafted:
+        del right["tokens_drafted"]
     for name, count in right.items():
         if getattr(stats, name) != count:
             return f"{name} is {getattr(stats, name)}, the responses say {count}"
@@ -78,9 +92,18 @@ def wrong_counters(stats: EngineStats, rollouts: Sequence[Rollout]) -> str | Non
 
 
 def wrong_logprobs(
-    rollout: Rollout, params: SamplingParams, processed_T: np.ndarray, raw_T: np.ndarray, tolerance: float
+    rollout: Rollout,
+    params: SamplingParams,
+    processed_T: np.ndarray,
+    raw_T: np.ndarray,
+    tolerance: float,
+    *,
+    both: bool = True,
 ) -> str | None:
-    """The first log-probability that is not the witness's, (T,) each, within ``tolerance`` nats; None if all are."""
+    """The first log-probability that is not the witness's, (T,) each, within ``tolerance`` nats; None if all are.
+
+    An engine that does not know ``both`` modes gives NaN for the raw ones that were not asked for.
+    """
     if rollout.logprob_mode != params.logprobs:
         return f"mode {rollout.logprob_mode!r} where {params.logprobs!r} was asked for"
     asked_T = raw_T if params.logprobs == "raw" else processed_T
@@ -88,6 +111,8 @@ def wrong_logprobs(
         ("logprobs", rollout.logprobs, asked_T),
         ("raw_logprobs", rollout.raw_logprobs, raw_T),
     ):
+        if name == "raw_logprobs" and not both and params.logprobs != "raw" and np.isnan(ours_T).all():
+            continue
         if len(ours_T) != len(right_T):
             return f"{len(ours_T)} {name} for {len(right_T)} tokens"
         # A token that the law excludes is another check's finding.

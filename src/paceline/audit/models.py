@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
+from paceline.audit.certificate import Check
 from paceline.audit.conduct import Terms
 from paceline.audit.reference import reference_law, reference_laws
 from paceline.audit.subject import Laws
@@ -98,6 +99,7 @@ class ModelSubject:
         self.bitwise = bitwise
         self.has_witness = witness is not None
         self.compared = 16
+        self.knows_both_modes = True
         self.tolerance = 1e-9 if exact else 2e-3
         self.make_params: Callable[..., SamplingParams] = SamplingParams
         self._rounding = 1e-12 if exact else ROUNDING
@@ -111,7 +113,7 @@ class ModelSubject:
         self._siblings = siblings
         self._max_tokens = max_tokens
 
-    def cases(self, scale: float) -> list[ModelCase]:
+    def cases(self, scale: float) -> Sequence[ModelCase]:
         """The law at temperature 1 and below, every processor, greedy decoding, and short answers."""
         siblings, longest = max(int(self._siblings * scale), 2), self._max_tokens
         few = max(siblings // 2, 2)
@@ -146,7 +148,7 @@ class ModelSubject:
 
     def laws(self, case: ModelCase, rollout: Rollout, params: SamplingParams) -> Laws:
         """One full forward over prompt and response; the laws are the reference's."""
-        raw_TV = self._logits(rollout)
+        raw_TV = self._logits(case, rollout)
         stops = self.terms(case, params).stop_ids
         return raw_TV, reference_laws(raw_TV, params, rollout.prompt, rollout.tokens, stops)
 
@@ -154,7 +156,7 @@ class ModelSubject:
         """Whether rounding decides if the token there is inside a cut-off (top-k, top-p, min-p, greedy's argmax)."""
         if self._witness is None or position >= len(rollout.tokens):
             return False
-        raw_V, token = self._logits(rollout)[position], int(rollout.tokens[position])
+        raw_V, token = self._logits(case, rollout)[position], int(rollout.tokens[position])
         stops, before = self.terms(case, params).stop_ids, rollout.tokens[:position]
         inside = []
         for sign in (1, -1):
@@ -165,12 +167,24 @@ class ModelSubject:
             inside.append(bool(law_V[token] > 0))
         return inside == [True, False]
 
-    def _logits(self, rollout: Rollout) -> np.ndarray:
-        assert self._witness is not None
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def known_fault(self, check: Check) -> str | None:  # noqa: ARG002
+        """None is known."""
+        return None
+
+    def witness_of(self, case: ModelCase) -> PreTrainedModel | None:  # noqa: ARG002
+        """The model that knows the laws of a case; None without a witness."""
+        return self._witness
+
+    def _logits(self, case: ModelCase, rollout: Rollout) -> np.ndarray:
+        witness = self.witness_of(case)
+        assert witness is not None
         text = np.concatenate([rollout.prompt, rollout.tokens]).astype(np.int64)
-        ids = torch.from_numpy(text)[None].to(self._witness.device)
+        ids = torch.from_numpy(text)[None].to(witness.device)
         with torch.inference_mode():
-            logits_TV = self._witness(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt) - 1 : -1]
+            logits_TV = witness(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt) - 1 : -1]
         found: np.ndarray = logits_TV.double().cpu().numpy()
         return found
 

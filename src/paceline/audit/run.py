@@ -52,7 +52,11 @@ def audit(
             if on_progress is not None:
                 on_progress(case.name)
             _audit_case(subject, case, seed, rng, sums)
-    return certify(subject, sums, seed, time.perf_counter() - started)
+    certificate = certify(subject, sums, seed, time.perf_counter() - started)
+    for check in certificate.checks:
+        if check.outcome != "pass":
+            check.fault = subject.known_fault(check)
+    return certificate
 
 
 def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator, sums: Sums) -> None:
@@ -77,7 +81,8 @@ def _audit_case(subject: Subject, case: Any, seed: int, rng: np.random.Generator
     if case.drafted:
         sums.checks.append(_speculated(case, stats))
     if stats.tokens_emitted:
-        sums.checks.append(_first("counters", case, [conduct.wrong_counters(stats, rollouts)], []))
+        exact = not getattr(case, "estimates", False)
+        sums.checks.append(_first("counters", case, [conduct.wrong_counters(stats, rollouts, drafted=exact)], []))
     if not case.cells and (subject.keyed or not subject.has_witness):
         off = _run(subject, case, requests, sums, "speculation off", speculate=False)
         if off is not None and subject.keyed:
@@ -117,7 +122,8 @@ def _judge_laws(
         top_T = raw_TV.max(1)
         total_T = top_T + np.log(np.exp(raw_TV - top_T[:, None]).sum(1))
         raw_T = raw_TV[positions, rollout.tokens] - total_T
-        wrong.append(conduct.wrong_logprobs(rollout, params, processed_T, raw_T, subject.tolerance))
+        both = subject.knows_both_modes
+        wrong.append(conduct.wrong_logprobs(rollout, params, processed_T, raw_T, subject.tolerance, both=both))
         whole[rollout.request_id] = float(processed_T.sum())
         if case.cells or params.temperature == 0:
             continue
@@ -246,6 +252,13 @@ def _reruns(
 ) -> None:
     """The same requests once more: in another engine, and in other company."""
     some = list(requests[: max(1, subject.compared // requests[0].params.n)])
+    if getattr(case, "repeats", False):
+        alone = [
+            _run(subject, case, some, sums, f"{time} alone", speculate=case.drafted, slots=1)
+            for time in ("once", "again")
+        ]
+        if alone[0] is not None and alone[1] is not None:
+            sums.checks.append(_equal("alone, again", subject, case, params, alone[0][0], alone[1][0]))
     if case.cells or not subject.keyed:
         return
     count = conduct.samples_of(some)

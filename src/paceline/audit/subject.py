@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.audit.cases import Case, toy_cases
+from paceline.audit.certificate import Check
 from paceline.audit.conduct import Terms
 from paceline.audit.drafting import ToyDrafter
 from paceline.audit.engine import ToyEngine
@@ -38,6 +39,7 @@ class Subject(Protocol):
     ``tolerance`` is how far, in nats, a log-probability may be from the witness's. ``bitwise`` claims that runs which
     promise equal tokens agree in every bit of log-probabilities and margins too. Without a witness ``laws`` is not
     called. ``compared`` is how many responses of a case are decoded again, in a second engine and in other company.
+    ``knows_both_modes`` says that it reports raw log-probabilities also where processed ones were asked for.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Subject(Protocol):
     has_witness: bool
     compared: int
     tolerance: float
+    knows_both_modes: bool
 
     def cases(self, scale: float) -> Sequence[Any]:
         """What is asked; ``scale`` multiplies the number of requests."""
@@ -63,6 +66,12 @@ class Subject(Protocol):
 
     def make_params(self, **fields: Any) -> SamplingParams:
         """How sampling parameters are made for the engine."""
+
+    def close(self) -> None:
+        """Let go of what was kept between cases."""
+
+    def known_fault(self, check: Check) -> str | None:
+        """The known fault of the engine that explains a check which failed or was refused."""
 
     def at_edge(self, case: Any, rollout: Rollout, position: int, params: SamplingParams) -> bool:
         """Whether rounding of the logits decides if the token at a position is allowed at all."""
@@ -94,6 +103,7 @@ class ToySubject:
         self.has_witness = True
         self.compared = 64
         self.tolerance = 1e-6
+        self.knows_both_modes = True
         self.make_params = make_params
         self._build = build or builder(acceptance)
         self._known: dict[tuple[str, int, int, bool], Floats] = {}
@@ -133,6 +143,13 @@ class ToySubject:
     def at_edge(self, case: Case, rollout: Rollout, position: int, params: SamplingParams) -> bool:  # noqa: ARG002
         """Never: witness and engine have the same logits."""
         return False
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def known_fault(self, check: Check) -> str | None:  # noqa: ARG002
+        """None is known."""
+        return None
 
 
 def builder(acceptance: Acceptance) -> Build:

@@ -24,6 +24,8 @@ def check_table(certificate: Certificate) -> Table:
         found = "as it must be"
         if failed:
             found = f"[red]{len(failed)} failed[/], first {failed[0].case}: {failed[0].says}"
+            known = sorted({check.fault for check in failed if check.fault})
+            found += f"; known: {', '.join(known)}" if known else ""
         elif checks[0].outcome == "refused":
             found = f"not offered, not certified: {', '.join(check.case for check in checks)}"
         least = f"{min(weighed):.3g}" if weighed else ""

@@ -1,5 +1,6 @@
 """``paceline audit``: is speculation lossless, here, with this engine and this model?"""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,9 @@ def audit(
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(metavar="NAME", help="paceline, transformers, or MODULE:FUNCTION(policy, speculate, slots)."),
+        typer.Option(
+            metavar="NAME", help="paceline, transformers, vllm, or MODULE:FUNCTION(policy, speculate, slots)."
+        ),
     ] = "paceline",
     setting: Annotated[
         list[str] | None,
@@ -52,7 +55,7 @@ def audit(
 
         console = Console()
         subject = subject_of(policy, config_path, overrides or [], engine, setting or [], prompts, witness)
-        with console.status("auditing") as status:
+        with closing(subject), console.status("auditing") as status:
             found = run_audit(
                 subject,
                 seed=seed,

@@ -8,6 +8,7 @@ import yaml
 
 from paceline.audit.models import PROMPTS, ModelSubject, foreign_engines, generate_engines, paceline_engines
 from paceline.audit.subject import Subject, ToySubject
+from paceline.cli.audit_vllm import vllm_subject
 from paceline.config import load_config
 from paceline.drafters import make_drafter
 from paceline.rl.policy import Policy
@@ -25,6 +26,13 @@ def subject_of(
     witness: bool,
 ) -> Subject:
     """The subject that the options name. PacelineError, one line, for what does not go together or is not there."""
+    if engine == "vllm":
+        return vllm_subject(
+            policy,
+            load_config(config_path, [*overrides, *_vllm_settings(settings), "engine.kind=vllm"]),
+            None if prompts is None else _lines(prompts),
+            witness,
+        )
     if settings and engine != "transformers":
         raise PacelineError(
             f"--setting {settings[0]}: belongs to --engine transformers; paceline's are SECTION.KEY=VALUE"
@@ -73,7 +81,7 @@ def subject_of(
     elif ":" in engine:
         build = foreign_engines(engine, policy)
     else:
-        raise PacelineError(f"--engine {engine}: must be paceline, transformers or MODULE:FUNCTION")
+        raise PacelineError(f"--engine {engine}: must be paceline, transformers, vllm or MODULE:FUNCTION")
     return ModelSubject(
         build,
         name=policy,
@@ -99,6 +107,13 @@ def _lines(path: Path) -> list[str]:
     if not lines:
         raise PacelineError(f"--prompts {path}: holds no prompt; give one a line")
     return lines
+
+
+def _vllm_settings(settings: Sequence[str]) -> list[str]:
+    """Settings of paceline by their dotted names; others are keys of vLLM's own ``speculative_config``."""
+    own = dict(_setting(text) for text in settings if "." not in text.partition("=")[0])
+    dotted = [text for text in settings if "." in text.partition("=")[0]]
+    return dotted + ([f"engine.vllm.speculative={yaml.safe_dump(own, default_flow_style=True).strip()}"] if own else [])
 
 
 def _setting(text: str) -> tuple[str, Any]:
