@@ -1,6 +1,8 @@
 """The plug-in in the real vLLM, against what a vLLM without it says."""
 
+import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,31 @@ def test_a_drafter_that_fails_costs_drafts_and_no_token(
         monkeypatch.setattr(Runner, "batch", lambda *_: [].pop())
         assert answers(llm, PROMPTS[:3]) == plain[:3]
         assert plugin(llm).report()["events"]["drafter_lost"] == 2
+
+
+def test_the_death_of_a_drafter_s_process_costs_drafts_and_no_token(model: Path, plain: list[list[int]]) -> None:
+    with with_plugin(model, drafter={"isolate": True}) as llm:
+        engine, own = llm.llm_engine, plugin(llm)
+        assert answers(llm, PROMPTS) == plain
+        assert own.snapshot()
+        for number, prompt in enumerate(PROMPTS):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params())
+        engine.step()
+        os.kill(own._drafter.inner.pid, signal.SIGKILL)
+        said = {}
+        while engine.has_unfinished_requests():
+            said |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+        assert [said[str(number)] for number in range(len(PROMPTS))] == plain
+        before = own.report()
+        assert before["events"]["drafter_lost"] == 1
+        assert own.snapshot() is None
+
+        # The next refit starts another process, which goes on from the last snapshot.
+        own.on_weights(1)
+        assert answers(llm, PROMPTS) == plain
+        after = own.report()
+        assert after["events"]["drafter_reloaded"] == 1
+        assert len(PROMPTS) * TOKENS / (after["row_forwards"] - before["row_forwards"]) > 2
 
 
 def test_a_setting_that_is_unknown_stops_vllm_at_its_start(model: Path) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.config import PluginConfig
-from paceline.drafters import Drafter, history_of
-from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot
+from paceline.drafters import history_of
+from paceline.drafters.guarded import GuardedDrafter
+from paceline.history.snapshot import decode_snapshot, encode_snapshot
 from paceline.report.trace import write_atomically
 from paceline.rl.layout import history_file
+from paceline.schema import PacelineError
 
 logger = logging.getLogger("paceline.vllm")
 
@@ -16,7 +18,7 @@ logger = logging.getLogger("paceline.vllm")
 class Keeper:
     """Keeps the history of ``drafter`` in ``path`` (None: nowhere). ``tell`` counts the event ``history_lost``."""
 
-    def __init__(self, drafter: Drafter | None, path: Path | None, tell: Callable[[str], None]) -> None:
+    def __init__(self, drafter: GuardedDrafter | None, path: Path | None, tell: Callable[[str], None]) -> None:
         self._drafter = drafter
         self._path = path
         self._tell = tell
@@ -29,16 +31,19 @@ class Keeper:
         try:
             file = path if path is not None else history_file(Path(str(warm)).expanduser())
             self.restore(file.read_bytes())
-        except (SnapshotError, OSError) as error:
+        except (PacelineError, OSError) as error:
             self._tell("history_lost")
             logger.warning("history_lost: %s: %s; history starts cold", path or warm, error)
         else:
             logger.info("history starts warm, from %s", file)
 
     def snapshot(self) -> bytes:
-        """The bytes of a snapshot; none where the drafter has no history."""
+        """The bytes of a snapshot; none where the drafter has no history, or is lost."""
         history = history_of(self._drafter)
-        return b"" if history is None else encode_snapshot(history.snapshot())
+        if self._drafter is None or history is None:
+            return b""
+        taken = self._drafter.attempt(history.snapshot)
+        return b"" if taken is None else encode_snapshot(taken)
 
     def restore(self, data: bytes) -> None:
         """Take over a snapshot. SnapshotError where it is none, or something is remembered already."""
