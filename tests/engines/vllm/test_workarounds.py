@@ -93,6 +93,30 @@ def test_top_k_over_no_rows_fails(front: OfflineFront) -> None:
     assert (kept_NV > -torch.inf).sum(-1).tolist() == [1, 3]
 
 
+def test_a_part_of_a_prompt_with_a_seed_ends_the_engine(model: Path) -> None:
+    from vllm import SamplingParams as Params
+
+    prompt = [1, 2, 3] * 20
+    for mend in (False, True):
+        arguments = settings(
+            model,
+            max_num_batched_tokens=32,
+            worker_extension_cls="paceline.engines.vllm.worker.WorkerExtension",
+        )
+        front = OfflineFront(Launch(arguments))
+        try:
+            mended(front, mend)
+            front.add("long", prompt, Params(seed=7, max_tokens=4, detokenize=False))
+            if mend:
+                while not front.poll(1.0):
+                    pass
+            else:
+                with pytest.raises(VllmError, match="offset"):
+                    front.poll(1.0)
+        finally:
+            front.close()
+
+
 def test_a_weight_update_leaves_a_tied_head_behind(front: OfflineFront, model: Path) -> None:
     for mend, stale in ((False, ["lm_head"]), (True, [])):
         mended(front, mend)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from paceline.engines.vllm.versions import Version, installed, parsed
 from paceline.schema import SamplingParams
 
@@ -58,6 +60,14 @@ FAULTS: tuple[Fault, ...] = (
         noted="2026-11-30",
         seen=("0.32.0",),
         where="cpu without triton",
+    ),
+    Fault(
+        name="seeded_chunk",
+        what="a pass that fills a part of the prompt of a request with a seed ends the engine",
+        answer="mended",
+        noted="2026-11-30",
+        seen=("0.32.0",),
+        where="cpu",
     ),
     Fault(
         name="tied_head",
@@ -156,6 +166,7 @@ def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> l
     wanted: dict[str, Callable[[], bool]] = {
         "expand_batch_to_tokens": _mend_expand,
         "top_k_without_drafts": _mend_top_k,
+        "seeded_chunk": _mend_seeded_chunk,
         "tied_head": lambda: transfers,
         "partial_layer": lambda: transfers,
         "long_row": lambda: _mend_long_row(runner),
@@ -164,6 +175,7 @@ def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> l
     if not mend:
         _restore("expand_batch_to_tokens")
         _restore("top_k_without_drafts")
+        _restore("seeded_chunk")
         return []
     for name, action in wanted.items():
         if name in here and action():
@@ -248,6 +260,30 @@ def _mend_top_k() -> bool:
         return original(logits_NV, k, p) if len(logits_NV) else logits_NV
 
     _replace("top_k_without_drafts", rejection_sampler, "apply_top_k_top_p", of_any_rows)
+    return True
+
+
+def _mend_seeded_chunk() -> bool:
+    """Generators of the CPU have no offset to set back; what was drawn for nothing stays drawn."""
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    class WithOffset(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> torch.Generator:
+            del offset
+            return self
+
+    original = _replaced.get("seeded_chunk", (None, None, CachedRequestState.__post_init__))[2]
+
+    def after(state: Any) -> None:
+        original(state)
+        if state.generator is not None and state.generator.device.type == "cpu":
+            seeded, state.generator = state.generator, WithOffset("cpu")
+            state.generator.set_state(seeded.get_state())
+
+    _replace("seeded_chunk", CachedRequestState, "__post_init__", after)
     return True
 
 
