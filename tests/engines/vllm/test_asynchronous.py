@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[VllmEngine]:
-    vllm = VllmConfig(front="async")
+    vllm = VllmConfig(front="async", options={"block_size": 32})
     config = EngineConfig(kind="vllm", slots=4, max_batched_tokens=128, context=128, vllm=vllm)
     made = VllmEngine(model, config=config, drafter=DrafterConfig(kind="ngram", budget=3))
     yield made
@@ -127,6 +127,29 @@ def test_with_abort_requests_in_flight_are_handed_out_as_they_are(engine: VllmEn
     again = engine.generate(requests("aborted"))
     assert [len(rollout.tokens) for rollout in again] == [LENGTH] * 3
     assert {v for rollout in again for v in rollout.versions.tolist()} == {version + 1}
+
+
+def test_where_kv_is_kept_new_requests_do_not_find_the_prompt_of_the_old_weights(
+    engine: VllmEngine, model: Path
+) -> None:
+    set_pause(engine, "keep")
+    engine.config.refit_kv = "keep"
+    version = engine.version
+    sets = {version + 1: moved(model, 55), version + 2: moved(model, 56)}
+    engine.load_weights(version + 1, sets[version + 1])
+    prompt = np.arange(1, 61, dtype=np.int32) % 63 + 1
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine.submit([RolloutRequest(request_id="old", prompt=prompt, params=params)])
+    before = engine.stats().tokens_emitted
+    while engine.stats().tokens_emitted == before:
+        engine.step()
+    engine.load_weights(version + 2, sets[version + 2])
+    engine.submit([RolloutRequest(request_id="new", prompt=prompt, params=params)])
+    done = run(engine)
+    engine.config.refit_kv = "recompute"
+    new = next(rollout for rollout in done if rollout.request_id == "new")
+    assert set(new.versions.tolist()) == {version + 2}
+    assert np.abs(laws(model, sets, new) - new.logprobs).max() < 1e-4
 
 
 def test_every_token_is_booked_in_the_pass_that_emitted_it(engine: VllmEngine) -> None:

@@ -27,6 +27,7 @@ class AsyncFront:
 
     def __init__(self, launch: Launch) -> None:
         self._tally = Tally()
+        self._resets = 0
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._in_flight: set[str] = set()
         self._handler_waits = False
@@ -91,6 +92,8 @@ class AsyncFront:
 
     def reset_prefix_cache(self, running: bool) -> None:
         """Forget shared prompts, and with ``running`` the KV of what is in flight."""
+        # What requests in flight hold on to vLLM does not forget: later ones must not find it.
+        self._resets += 1
         with named("resetting the prefix cache"):
             self._run(self._engine.reset_prefix_cache(reset_running_requests=running))
 
@@ -134,7 +137,8 @@ class AsyncFront:
         return engine
 
     async def _add(self, request_id: str, prompt: list[int], params: Any) -> None:
-        collector = await self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        text = {"prompt_token_ids": prompt, "cache_salt": str(self._resets)}
+        collector = await self._engine.add_request(request_id, text, params)
         # The collector would merge the outputs of passes that nobody has taken yet.
         collector.put = self._found.put
         if (early := collector.output) is not None:

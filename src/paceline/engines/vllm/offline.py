@@ -45,12 +45,14 @@ class OfflineFront:
         self.context = int(self._engine.model_config.max_model_len)
         self.vocabulary = int(self._engine.model_config.get_vocab_size())
         self._tally = Tally()
+        self._resets = 0
         self._engine.logger_manager.stat_loggers.append(self._tally)
 
     def add(self, request_id: str, prompt: Sequence[int], params: Any) -> None:
         """Queue a request; one of ``failures.refusals`` where vLLM refuses it."""
         with named("adding a request", passed=refusals()):
-            self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+            text = {"prompt_token_ids": list(prompt), "cache_salt": str(self._resets)}
+            self._engine.add_request(request_id, text, params)
 
     def poll(self, timeout_s: float) -> list[Delta]:
         """Run a pass, or take over what the core's process emitted."""
@@ -89,6 +91,8 @@ class OfflineFront:
 
     def reset_prefix_cache(self, running: bool) -> None:
         """Forget shared prompts, and with ``running`` the KV of what is in flight."""
+        # What requests in flight hold on to vLLM does not forget: later ones must not find it.
+        self._resets += 1
         with named("resetting the prefix cache"):
             self._engine.reset_prefix_cache(reset_running_requests=running)
 
