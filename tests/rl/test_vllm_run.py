@@ -39,8 +39,8 @@ def vllm_config(policy, out, *overrides):
 def run(policy, tmp_path_factory):
     """A run of two epochs with a warm history, its messages and records; 2 of its 4 steps were made after a resume."""
     out, messages = tmp_path_factory.mktemp("runs") / "run", []
-    train(vllm_config(policy, out, "rl.steps=2"), on_event=messages.append)
-    records = train(vllm_config(policy, out, "rl.steps=4"), resume=True, on_event=messages.append)
+    train(vllm_config(policy, out, "rl.steps=2", "rl.eval_every=2"), on_event=messages.append)
+    records = train(vllm_config(policy, out, "rl.steps=4", "rl.eval_every=2"), resume=True, on_event=messages.append)
     return out, [m for m in messages if isinstance(m, str)], records
 
 
@@ -58,6 +58,7 @@ def test_a_run_on_vllm_trains_on_what_it_sampled(run):
         assert record.weight_version == record.step == own[0].version
         assert all(len(row.logprobs) == len(row.tokens) for row in own)
     assert sum(row.accepted for row in rows) > 0
+    assert [np.isnan(record.eval_reward) for record in records] == [True, False, True, False]
     assert (out / "policy" / "model.safetensors").is_file()
     assert not (out / ".engine-model").exists()
 
@@ -80,13 +81,14 @@ def test_a_resumed_run_on_vllm_has_lost_nothing(run):
     assert "resumed after step 1" in messages
     assert not any(record.events.keys() & {"history_lost", "budget_lost"} for record in records)
     held = read_snapshot(history_file(out))
-    assert (held.version, held.prompts, len(held.shards) - held.prompts) == (4, 6, 4 * 3 * 4)
-    assert sorted(set(held.versions[held.prompts :].tolist())) == [0, 1, 2, 3], "plain copies are not remembered"
+    # Of 6 prompts and 4 held-out ones: what was trained on, and three evaluations; no plain copies.
+    assert (held.version, held.prompts, len(held.shards) - held.prompts) == (4, 6 + 4, 4 * 3 * 4 + 3 * 4)
+    assert sorted(set(held.versions[held.prompts :].tolist())) == [0, 1, 2, 3, 4]
 
 
 def test_a_run_with_vllms_own_drafter_trains_as_well(run, policy, tmp_path):
     out, _, _ = run
-    options = ("drafter.kind=ngram", "rl.steps=2", "drafter.prompt_lookup.min_match=1")
+    options = ("drafter.kind=ngram", "rl.steps=2", "drafter.prompt_lookup.min_match=1", "engine.vllm.sleep=2")
     records = train(vllm_config(policy, tmp_path / "ngram", *options))
     assert sum(record.drafted_per_forward for record in records) > 0
     assert all(record.mismatch_kl < 1e-9 for record in records)
