@@ -199,15 +199,16 @@ class BudgetController:
         if plan.kind == "plain":
             return
         # A stall says nothing about drafting, and would hide what other passes say.
-        usual = min(seconds, 2 * self.table.seconds(plan.rows, plan.rows + drafted))
+        expected = self.table.seconds(plan.rows, plan.rows + drafted)
+        usual = min(seconds, 2 * expected)
         lost = (usual + plan.propose_seconds) / plain - emitted / plan.rows
         if not drafted:
             lost = plan.propose_seconds / plain
         ledger.book(lost)
         if plan.kind == "probe" and (emitted == plan.rows or lost > 0):
             # One cheap pass may look free; what such passes cost on average is what counts then.
-            usually = self.table.seconds(plan.rows, plan.rows + drafted) / plain - emitted / plan.rows
-            lost = max(lost, usually, 0.0)
+            usually = expected / plain - emitted / plan.rows
+            lost = max(lost if seconds <= 2 * expected else usually, usually, 0.0)
             ledger.credit -= lost
             ledger.wait = min(max(int(lost / max(self.config.probe_share, 1e-6)), _LEAST_WAIT), _LONGEST_WAIT)
 

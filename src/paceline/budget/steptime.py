@@ -21,6 +21,9 @@ _KEPT = 64
 _FIXED_TOKENS = 32
 #: Relative noise of a single measurement, which the fit weighs against its prior.
 _NOISE = 0.2
+#: With fewer measurements than this a drafted pass is believed to cost at most so many times what plain passes over its
+#: tokens would: a machine that stalled once must not end drafting for good.
+_FEW, _DEAREST = 3, 1.5
 
 
 def bucket(count: int) -> int:
@@ -85,8 +88,8 @@ class StepTimeTable:
     Buckets that were never measured follow from those that were: between two of the same rows by interpolation, beyond
     them with the slope of an affine fit a + b * tokens + d * rows + e * [anything drafted] through the buckets of
     similar row counts (ridge towards a cautious slope, so that one noisy bucket cannot tilt it). Plain passes stand
-    apart, for their kernels are others. A bucket with few measurements is drawn towards the fit, and costs never fall
-    when tokens are added (isotonic regression).
+    apart, for their kernels are others. A bucket with few measurements is drawn towards the fit and not believed to be
+    implausibly dear, and costs never fall when tokens are added (isotonic regression).
     """
 
     def __init__(self) -> None:
@@ -157,7 +160,7 @@ class StepTimeTable:
 
     def _build(self, rows: int) -> _Curve:
         plain, first, per_token = self._fit(rows)
-        own = [(b.drafted, b.median, b.weight) for (r, _), b in sorted(self._buckets.items()) if r == rows]
+        own = [(b.drafted, self._believed(r, b), b.weight) for (r, _), b in sorted(self._buckets.items()) if r == rows]
         drafted, median, weight = np.array(own, dtype=np.float64).reshape(-1, 3).T
         fitted = np.where(drafted > 0, first, plain) + per_token * drafted
         # One pseudo-measurement of the fit in each bucket.
@@ -168,9 +171,18 @@ class StepTimeTable:
             drafted, seconds = np.zeros(1), np.array([max(plain, first)])
         return _Curve(plain, drafted, seconds, per_token, self._adds, max(1, int(weight.sum()) // 8))
 
+    def _believed(self, rows: int, found: _Bucket) -> float:
+        """The median of a bucket; of few measurements of drafted passes, at most what is plausible."""
+        plain = self._buckets.get((rows, 0))
+        if found.weight >= _FEW or not found.drafted or plain is None:
+            return found.median
+        return min(found.median, _DEAREST * plain.median * (1 + found.drafted / rows))
+
     def _fit(self, rows: int) -> tuple[float, float, float]:
         """The ridge fit near ``rows``: seconds of a plain pass, the same with anything drafted, and per token more."""
-        known = [(r, r + b.drafted, n > 0, b.median, b.weight) for (r, n), b in sorted(self._buckets.items())]
+        known = [
+            (r, r + b.drafted, n > 0, self._believed(r, b), b.weight) for (r, n), b in sorted(self._buckets.items())
+        ]
         r_K, t_K, any_K, y_K, n_K = np.array(known, dtype=np.float64).T
         distance_K = np.abs(np.log2(r_K / rows))
         weight_K = n_K * np.exp(-2 * (distance_K - distance_K.min()))
