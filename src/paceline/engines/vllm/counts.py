@@ -9,10 +9,12 @@ import msgspec
 class PassCounts(msgspec.Struct, kw_only=True):
     """Counters since vLLM was started. ``drafts`` are rows of passes that verified a draft, ``seconds`` of passes.
 
+    Of the passes that emitted a token, ``passes_plain`` verified no draft.
     ``tokens_accepted`` counts what a draft's verification kept, tokens beyond the end of a response included.
     """
 
     passes: int = 0
+    passes_plain: int = 0
     preemptions: int = 0
     drafts: int = 0
     tokens_drafted: int = 0
@@ -43,7 +45,9 @@ class Tally:
         counts.passes += 1
         counts.seconds += seconds
         drafting = scheduler_stats.spec_decoding_stats
-        if drafting is not None:
+        if drafting is None or not drafting.num_drafts:
+            counts.passes_plain += iteration_stats is not None
+        else:
             counts.drafts += drafting.num_drafts
             counts.tokens_drafted += drafting.num_draft_tokens
             counts.tokens_accepted += drafting.num_accepted_tokens

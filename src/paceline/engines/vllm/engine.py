@@ -1,6 +1,7 @@
 """The production engine: vLLM verifies and samples; paceline, or a drafter of vLLM's own, drafts inside it."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,12 @@ from paceline.engines.vllm.weights import Weights
 from paceline.engines.vllm.workarounds import refusal, standing
 from paceline.history.snapshot import decode_snapshot
 from paceline.sampling.stops import Decode
-from paceline.schema import EngineStats, FinishReason, Rollout, RolloutRequest
+from paceline.schema import EngineStats, FinishReason, PacelineError, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
     import torch
 
+_LOG = logging.getLogger("paceline.vllm")
 _POLL_S = 1.0
 
 
@@ -87,25 +89,29 @@ class VllmEngine:
             decode = decode or own
         self.decode = decode
         self._front: Front = _front(config.vllm.front)(made.launch)
-        self._weights = Weights(self._front, model, refit_names, mend=config.vllm.mend, allow_lossy=allow_lossy)
         self.context = self._front.context
         self._limits = Limits(self.context, self._front.vocabulary, made.kv_tokens, decode is not None)
+        speculates, mend = made.speculative is not None, config.vllm.mend
         self._terms = vllm_params.Terms(
             logprobs=logprobs,
             has_tokenizer=tokenizer is not None,
             grammar_end=grammar_end,
             seed=seed,
-            refusal=partial(
-                refusal, speculates=made.speculative is not None, mend=config.vllm.mend, allow_lossy=allow_lossy
-            ),
+            refusal=partial(refusal, speculates=speculates, mend=mend, allow_lossy=allow_lossy),
         )
-        faults = standing(speculates=made.speculative is not None, mend=config.vllm.mend) if allow_lossy else ()
+        faults = standing(speculates=speculates, mend=mend) if allow_lossy else ()
         self._stats = EngineStats(lossy=(*made.lossy, *faults), events={})
-        for name in self._front.rpc("paceline_mend", config.vllm.mend)[0]:
-            self._stats.count(f"mended/{name}")
         self._answers: dict[str, Answer] = {}
         self._done: list[Rollout] = []
         self._closed = False
+        try:
+            self._weights = Weights(self._front, model, refit_names, mend=mend, allow_lossy=allow_lossy)
+            for name in self._front.rpc("paceline_mend", mend)[0]:
+                self._stats.count(f"mended/{name}")
+        except PacelineError:
+            self.close()
+            raise
+        _LOG.info("vLLM speculates with %s", self.speculative)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests; all of them are checked before any is queued.
@@ -188,6 +194,7 @@ class VllmEngine:
         stats = msgspec.structs.replace(self._stats, events=dict(self._stats.events))
         counts = self._front.counts()
         stats.forwards = counts.passes
+        stats.passes_plain = counts.passes_plain
         stats.preemptions = counts.preemptions
         stats.tokens_drafted = stats.nodes_offered = counts.tokens_drafted
         stats.forward_seconds = stats.pass_seconds = counts.seconds
