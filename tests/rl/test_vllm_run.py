@@ -168,3 +168,10 @@ def test_ctrl_c_in_a_terminal_ends_the_run_after_its_step_although_vllm_has_proc
     assert done >= 3
     assert (out / "checkpoints" / f"step-{done:06d}" / "COMPLETE").is_file()
     assert gone(process.pid), "processes of the run are left"
+
+
+def test_the_effective_settings_of_speculation_are_printed(run):  # field G8
+    _, messages, _ = run
+    (said,) = {message for message in messages if message.startswith("vLLM speculates with ")}
+    assert "num_speculative_tokens=" in said
+    assert "model=paceline.integrations.vllm.HistoryProposer" in said

@@ -112,6 +112,9 @@ class Run:
         self.tell(Plan(steps=total, done=self._next_step))
         self._warn_if("lossy", lossy_run(self.engine.stats().lossy))
         self._warn_if("law_shaped", shaped_law(self._shaping))
+        speculative = getattr(self.engine, "speculative", None)
+        if speculative is not None:
+            self.tell(f"vLLM speculates with {', '.join(f'{key}={value}' for key, value in speculative.items())}")
         if self.config.drafter.kind == "history" and why_not():
             self._warn("history_in_python", f"{why_not()}; drafts are the same, and take longer")
         if self._next_step == 0:
