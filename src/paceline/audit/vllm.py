@@ -155,6 +155,7 @@ class VllmSubject(ModelSubject):
             ("past the end", few, {"ignore_eos": True}, {}),
             ("five", siblings, {"max_tokens": 5, "ignore_eos": True}, {}),
             ("limit", few, {"max_tokens": 64, "ignore_eos": True}, {"prompts": self._long(8)}),
+            ("short prompts", max(siblings, 8), {"max_tokens": 6}, {"prompts": self._short()}),
             ("grammar", siblings, {"grammar": regex}, {}),
             ("trigger", 2, {"grammar": replaced(regex, trigger=(likely[0],))}, {}),
             ("siblings", 2, {"n": max(siblings // 2, 2)}, {}),
@@ -301,6 +302,10 @@ class VllmSubject(ModelSubject):
         assert self._decode is not None
         one, two = self._decode([likely[0]]), self._decode([likely[1], likely[2]])
         return tuple(text for text in (one, two) if text) or ("e",)
+
+    def _short(self) -> tuple[Tokens, ...]:
+        """One token each: what is left of a prompt of which the rest is shared."""
+        return tuple(prompt[-1:] for prompt in self._prompts)
 
     def _long(self, room: int) -> tuple[Tokens, ...]:
         """The prompts, each repeated until there is room for ``room`` more tokens or fewer before the context's end."""

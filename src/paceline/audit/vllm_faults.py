@@ -9,9 +9,11 @@ from paceline.audit.certificate import Check
 _ORDER = (
     "ignored_parameters",
     "top_k_without_drafts",
+    "seeded_chunk",
     "partial_layer",
     "tied_head",
     "expand_batch_to_tokens",
+    "placeholder_drafts",
 )
 
 
@@ -25,10 +27,12 @@ def explained(check: Check, case: Any, ties: bool, here: Collection[str]) -> str
     marks = {
         "ignored_parameters": case.drafted and bool(params.get("min_p") or params.get("logit_bias")),
         "top_k_without_drafts": case.drafted and check.name == "errors" and ("top_k" in params or case.company),
+        "seeded_chunk": check.name == "errors" and "offset" in check.says,
         "partial_layer": law and case.refit == "part",
         "tied_head": law and bool(case.refit) and ties,
         "expand_batch_to_tokens": case.drafted
         and params.get("temperature", 1.0) > 0
         and (law or check.name == "errors"),
+        "placeholder_drafts": case.drafted and law,
     }
     return next((name for name in _ORDER if name in here and marks[name]), None)

@@ -24,6 +24,7 @@ FEATURES = {
     "past the end": "`ignore_eos`",
     "five": "`max_tokens`",
     "limit": "the end of the context",
+    "short prompts": "prompts of one token",
     "grammar": "`grammar`",
     "trigger": "`grammar` with a trigger",
     "siblings": "`n`",

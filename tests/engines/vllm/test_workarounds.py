@@ -93,6 +93,32 @@ def test_top_k_over_no_rows_fails(front: OfflineFront) -> None:
     assert (kept_NV > -torch.inf).sum(-1).tolist() == [1, 3]
 
 
+def test_a_placeholder_is_accepted_as_a_draft(front: OfflineFront) -> None:
+    """Half of the rows hold placeholders, beside rows whose last token is likely; (rows, 2 positions, 5 tokens)."""
+    from vllm.v1.sample import rejection_sampler
+
+    rows, law = 4000, torch.tensor([0.1, 0.2, 0.3, 0.2, 0.2])
+    drafts_N = torch.tensor([2, 4, -1, -1] * (rows // 2), dtype=torch.int32)
+    ends = torch.arange(2, 2 * rows + 1, 2, dtype=torch.int32)
+    sampling = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(rows), generators={})
+    bonus = torch.full((rows, 1), 3, dtype=torch.int32)
+    point_N5 = torch.nn.functional.one_hot(drafts_N.clamp(min=0).long(), 5).float()
+    for mend in (False, True):
+        mended(front, mend)
+        for draft_probs in (None, point_N5):
+            logits_N5 = law.log().repeat(2 * rows, 1)
+            found = rejection_sampler.rejection_sample(
+                drafts_N, [2] * rows, 2, ends, draft_probs, logits_N5, bonus, sampling
+            )
+            counts = torch.bincount(found[1::2, 0] + 1, minlength=6)
+            assert (counts[0] == 0) == mend, GONE
+            if mend:
+                assert (found[1::2, 1:] == -1).all()
+                shares = torch.bincount(found[:, 0], minlength=5) / rows
+                assert torch.allclose(shares, law, atol=0.035)
+                assert torch.allclose(counts[1:] / (rows / 2), law, atol=0.05)
+
+
 def test_a_part_of_a_prompt_with_a_seed_ends_the_engine(model: Path) -> None:
     from vllm import SamplingParams as Params
 

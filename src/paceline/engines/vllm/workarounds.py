@@ -62,6 +62,16 @@ FAULTS: tuple[Fault, ...] = (
         where="cpu without triton",
     ),
     Fault(
+        name="placeholder_drafts",
+        what="the first pass of a request with one token to fill in is padded with placeholders, which are accepted: "
+        "its first token then has the law of a later position",
+        answer="mended",
+        noted="2026-11-30",
+        seen=("0.32.0",),
+        where="cpu without triton",
+        lossy=True,
+    ),
+    Fault(
         name="seeded_chunk",
         what="a pass that fills a part of the prompt of a request with a seed ends the engine",
         answer="mended",
@@ -114,6 +124,8 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 _BY_NAME = {fault.name: fault for fault in FAULTS}
+#: Faults that nobody meets who does not speculate.
+_OF_DRAFTS = ("expand_batch_to_tokens", "placeholder_drafts")
 #: What is replaced in this process: the owner, its attribute and the original, by fault.
 _replaced: dict[str, tuple[Any, str, Any]] = {}
 _mended: set[str] = set()
@@ -166,6 +178,7 @@ def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> l
     wanted: dict[str, Callable[[], bool]] = {
         "expand_batch_to_tokens": _mend_expand,
         "top_k_without_drafts": _mend_top_k,
+        "placeholder_drafts": _mend_placeholders,
         "seeded_chunk": _mend_seeded_chunk,
         "tied_head": lambda: transfers,
         "partial_layer": lambda: transfers,
@@ -175,6 +188,7 @@ def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> l
     if not mend:
         _restore("expand_batch_to_tokens")
         _restore("top_k_without_drafts")
+        _restore("placeholder_drafts")
         _restore("seeded_chunk")
         return []
     for name, action in wanted.items():
@@ -232,7 +246,7 @@ def standing(*, speculates: bool, mend: bool) -> tuple[str, ...]:
     if mend:
         return ()
     mendable = [fault for fault in faults_here().values() if fault.lossy and fault.answer == "mended"]
-    return tuple(f"vLLM's fault {fault}" for fault in mendable if speculates or fault.name != "expand_batch_to_tokens")
+    return tuple(f"vLLM's fault {fault}" for fault in mendable if speculates or fault.name not in _OF_DRAFTS)
 
 
 def _mend_expand() -> bool:
@@ -261,6 +275,34 @@ def _mend_top_k() -> bool:
 
     _replace("top_k_without_drafts", rejection_sampler, "apply_top_k_top_p", of_any_rows)
     return True
+
+
+def _mend_placeholders() -> bool:
+    from vllm.v1.sample import rejection_sampler
+
+    original = _replaced.get("placeholder_drafts", (None, None, rejection_sampler.rejection_sample))[2]
+
+    def rejecting(drafts_N: Any, *between: Any, **more: Any) -> Any:
+        is_placeholder_N = drafts_N < 0
+        if not is_placeholder_N.any():
+            return original(drafts_N, *between, **more)
+        # One more token, which has no probability: what is drafted as that is rejected, and nothing is taken from the
+        # others. Where drafts come with their law, the law of a placeholder is no token at all.
+        counts, longest, ends, draft_probs_NV, logits_NV, *rest = between
+        vocabulary = logits_NV.shape[1]
+        if draft_probs_NV is not None:
+            draft_probs_NV = _widened(draft_probs_NV.masked_fill(is_placeholder_N[:, None], 0.0), 0.0)
+        logits_NV = _widened(logits_NV, -float("inf"))
+        drafts_N = drafts_N.masked_fill(is_placeholder_N, vocabulary)
+        return original(drafts_N, counts, longest, ends, draft_probs_NV, logits_NV, *rest, **more)
+
+    _replace("placeholder_drafts", rejection_sampler, "rejection_sample", rejecting)
+    return True
+
+
+def _widened(values_NV: Any, value: float) -> Any:
+    """With one more column, filled with ``value``."""
+    return torch.nn.functional.pad(values_NV, (0, 1), value=value)
 
 
 def _mend_seeded_chunk() -> bool:
