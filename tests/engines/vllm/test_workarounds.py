@@ -119,28 +119,25 @@ def test_a_placeholder_is_accepted_as_a_draft(front: OfflineFront) -> None:
                 assert torch.allclose(counts[1:] / (rows / 2), law, atol=0.05)
 
 
-def test_a_part_of_a_prompt_with_a_seed_ends_the_engine(model: Path) -> None:
-    from vllm import SamplingParams as Params
+def test_generators_of_the_cpu_have_no_offset_to_set_back(front: OfflineFront) -> None:
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-    prompt = [1, 2, 3] * 20
-    for mend in (False, True):
-        arguments = settings(
-            model,
-            max_num_batched_tokens=32,
-            worker_extension_cls="paceline.engines.vllm.worker.WorkerExtension",
-        )
-        front = OfflineFront(Launch(arguments))
-        try:
-            mended(front, mend)
-            front.add("long", prompt, Params(seed=7, max_tokens=4, detokenize=False))
-            if mend:
-                while not front.poll(1.0):
-                    pass
-            else:
-                with pytest.raises(VllmError, match="offset"):
-                    front.poll(1.0)
-        finally:
-            front.close()
+    def generator() -> torch.Generator:
+        state = CachedRequestState(
+            req_id="seeded", prompt_token_ids=[1, 2], mm_features=[], sampling_params=None, block_ids=([],),
+            num_computed_tokens=0, output_token_ids=[], generator=torch.Generator("cpu").manual_seed(7),
+        )  # fmt: skip
+        return state.generator
+
+    mended(front, False)
+    seeded = generator()
+    with pytest.raises(RuntimeError, match="offset"):
+        seeded.set_offset(seeded.get_offset() - 4)
+    expected = torch.rand(5, generator=seeded)
+    mended(front, True)
+    seeded = generator()
+    seeded.set_offset(seeded.get_offset() - 4)
+    assert torch.equal(torch.rand(5, generator=seeded), expected)
 
 
 def test_a_weight_update_leaves_a_tied_head_behind(front: OfflineFront, model: Path) -> None:
