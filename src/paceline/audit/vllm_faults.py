@@ -13,6 +13,7 @@ _ORDER = (
     "partial_layer",
     "tied_head",
     "expand_batch_to_tokens",
+    "min_tokens_of_bonus",
     "placeholder_drafts",
 )
 
@@ -33,6 +34,7 @@ def explained(check: Check, case: Any, ties: bool, here: Collection[str]) -> str
         "expand_batch_to_tokens": case.drafted
         and params.get("temperature", 1.0) > 0
         and (law or check.name == "errors"),
+        "min_tokens_of_bonus": case.drafted and law and bool(params.get("min_tokens")),
         "placeholder_drafts": case.drafted and law,
     }
     return next((name for name in _ORDER if name in here and marks[name]), None)

@@ -119,6 +119,35 @@ def test_a_placeholder_is_accepted_as_a_draft(front: OfflineFront) -> None:
                 assert torch.allclose(counts[1:] / (rows / 2), law, atol=0.05)
 
 
+def test_the_token_after_a_draft_may_not_stop_although_min_tokens_are_there(front: OfflineFront) -> None:
+    from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
+    from vllm.v1.sample.sampler import Sampler
+
+    def stops(said: int, drafted: int) -> bool:
+        """Whether token 4 may follow so many tokens and drafts, where the least is 5."""
+        processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+        processor.min_toks[0] = (5, [1] * said, {4}, False)
+        processor.logits_slice = (torch.tensor([0], dtype=torch.int32), torch.tensor([4], dtype=torch.int32))
+        sampling = SimpleNamespace(
+            bad_words_token_ids={},
+            no_penalties=True,
+            output_token_ids=[[1] * said],
+            spec_token_ids=[[2] * drafted],
+            allowed_token_ids_mask=None,
+            logitsprocs=SimpleNamespace(non_argmax_invariant=[processor]),
+            thinking_budget_state_holder=None,
+        )
+        found = Sampler().apply_logits_processors(torch.zeros(1, 6), sampling, True)
+        assert len(processor.logits_slice[0]) == 1
+        return bool(found[0, 4] == 0)
+
+    for mend in (False, True):
+        mended(front, mend)
+        assert not stops(2, 2)
+        assert stops(2, 3) is mend, GONE
+        assert stops(4, 3) is mend, GONE
+
+
 def test_generators_of_the_cpu_have_no_offset_to_set_back(front: OfflineFront) -> None:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 

@@ -7,10 +7,10 @@ none. ``mend_process`` is called before a vLLM starts, ``mend_worker`` in each o
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-import torch
-
+from paceline.engines.vllm.mends import replacements
 from paceline.engines.vllm.versions import Version, installed, parsed
 from paceline.schema import SamplingParams
 
@@ -72,6 +72,14 @@ FAULTS: tuple[Fault, ...] = (
         lossy=True,
     ),
     Fault(
+        name="min_tokens_of_bonus",
+        what="the token after a draft that was accepted whole may not stop where its pass began before min_tokens",
+        answer="mended",
+        noted="2026-11-30",
+        seen=("0.32.0",),
+        lossy=True,
+    ),
+    Fault(
         name="seeded_chunk",
         what="a pass that fills a part of the prompt of a request with a seed ends the engine",
         answer="mended",
@@ -125,7 +133,7 @@ FAULTS: tuple[Fault, ...] = (
 
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 #: Faults that nobody meets who does not speculate.
-_OF_DRAFTS = ("expand_batch_to_tokens", "placeholder_drafts")
+_OF_DRAFTS = ("expand_batch_to_tokens", "placeholder_drafts", "min_tokens_of_bonus")
 #: What is replaced in this process: the owner, its attribute and the original, by fault.
 _replaced: dict[str, tuple[Any, str, Any]] = {}
 _mended: set[str] = set()
@@ -176,20 +184,15 @@ def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> l
     """
     here = faults_here()
     wanted: dict[str, Callable[[], bool]] = {
-        "expand_batch_to_tokens": _mend_expand,
-        "top_k_without_drafts": _mend_top_k,
-        "placeholder_drafts": _mend_placeholders,
-        "seeded_chunk": _mend_seeded_chunk,
+        **{name: partial(_mend, name, *how) for name, how in replacements().items()},
         "tied_head": lambda: transfers,
         "partial_layer": lambda: transfers,
         "long_row": lambda: _mend_long_row(runner),
     }
     _mended.clear()
     if not mend:
-        _restore("expand_batch_to_tokens")
-        _restore("top_k_without_drafts")
-        _restore("placeholder_drafts")
-        _restore("seeded_chunk")
+        for name in wanted:
+            _restore(name)
         return []
     for name, action in wanted.items():
         if name in here and action():
@@ -249,83 +252,9 @@ def standing(*, speculates: bool, mend: bool) -> tuple[str, ...]:
     return tuple(f"vLLM's fault {fault}" for fault in mendable if speculates or fault.name not in _OF_DRAFTS)
 
 
-def _mend_expand() -> bool:
-    from vllm.v1.sample import rejection_sampler
-
-    _replace("expand_batch_to_tokens", rejection_sampler, "expand_batch_to_tokens", _expand)
-    return True
-
-
-def _expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
-    """What the original promises: the value of each request, once for each of its tokens."""
-    ends = cu_num_tokens.long()
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    if replace_from != replace_to:
-        x = x.masked_fill(x == replace_from, replace_to)
-    return x.repeat_interleave(counts, output_size=num_tokens)
-
-
-def _mend_top_k() -> bool:
-    from vllm.v1.sample import rejection_sampler
-
-    original = _replaced.get("top_k_without_drafts", (None, None, rejection_sampler.apply_top_k_top_p))[2]
-
-    def of_any_rows(logits_NV: Any, k: Any, p: Any) -> Any:
-        return original(logits_NV, k, p) if len(logits_NV) else logits_NV
-
-    _replace("top_k_without_drafts", rejection_sampler, "apply_top_k_top_p", of_any_rows)
-    return True
-
-
-def _mend_placeholders() -> bool:
-    from vllm.v1.sample import rejection_sampler
-
-    original = _replaced.get("placeholder_drafts", (None, None, rejection_sampler.rejection_sample))[2]
-
-    def rejecting(drafts_N: Any, *between: Any, **more: Any) -> Any:
-        is_placeholder_N = drafts_N < 0
-        if not is_placeholder_N.any():
-            return original(drafts_N, *between, **more)
-        # One more token, which has no probability: what is drafted as that is rejected, and nothing is taken from the
-        # others. Where drafts come with their law, the law of a placeholder is no token at all.
-        counts, longest, ends, draft_probs_NV, logits_NV, *rest = between
-        vocabulary = logits_NV.shape[1]
-        if draft_probs_NV is not None:
-            draft_probs_NV = _widened(draft_probs_NV.masked_fill(is_placeholder_N[:, None], 0.0), 0.0)
-        logits_NV = _widened(logits_NV, -float("inf"))
-        drafts_N = drafts_N.masked_fill(is_placeholder_N, vocabulary)
-        return original(drafts_N, counts, longest, ends, draft_probs_NV, logits_NV, *rest, **more)
-
-    _replace("placeholder_drafts", rejection_sampler, "rejection_sample", rejecting)
-    return True
-
-
-def _widened(values_NV: Any, value: float) -> Any:
-    """With one more column, filled with ``value``."""
-    return torch.nn.functional.pad(values_NV, (0, 1), value=value)
-
-
-def _mend_seeded_chunk() -> bool:
-    """Generators of the CPU have no offset to set back; what was drawn for nothing stays drawn."""
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
-
-    class WithOffset(torch.Generator):
-        def get_offset(self) -> int:
-            return 0
-
-        def set_offset(self, offset: int) -> torch.Generator:
-            del offset
-            return self
-
-    original = _replaced.get("seeded_chunk", (None, None, CachedRequestState.__post_init__))[2]
-
-    def after(state: Any) -> None:
-        original(state)
-        if state.generator is not None and state.generator.device.type == "cpu":
-            seeded, state.generator = state.generator, WithOffset("cpu")
-            state.generator.set_state(seeded.get_state())
-
-    _replace("seeded_chunk", CachedRequestState, "__post_init__", after)
+def _mend(name: str, owner: Any, attribute: str, make: Callable[[Any], Any]) -> bool:
+    if name not in _replaced:
+        _replace(name, owner, attribute, make(getattr(owner, attribute)))
     return True
 
 
