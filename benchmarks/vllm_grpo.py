@@ -35,7 +35,13 @@ SIDES = {
     ],
     "none": ["drafter.kind=none"],
 }
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+#: One thread each; numba, which vLLM's ngram uses, would wake a second one for the whole process.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def run(side, args, out):
