@@ -29,7 +29,8 @@ class SleepyEngine:
     Sleep of level 1 keeps the weights on the host, level 2 discards them. ``faulty`` says what goes wrong in a refit:
     ``overwrite`` (tensors of the policy land in the drafter of the same names), ``repack`` (the drafter's are laid out
     anew), ``stale`` (the policy keeps the old ones), ``drop`` (the last tensor does not arrive), ``scribble`` (a tensor
-    that is not pushed moves). ``on_disk`` is whether the drafter can be loaded again.
+    that is not pushed moves). ``on_disk`` is whether the drafter can be loaded again, ``known`` the prompts that it can
+    draft for (None: all).
     """
 
     def __init__(self, quality=0.75, own_weights=True, on_disk=True):
@@ -39,6 +40,7 @@ class SleepyEngine:
         self.faulty, self.packed = (), False
         self.is_drafting, self.busy = True, False
         self.answered, self.reloads = [], 0
+        self.known = None
         self._good = self._sums(self.drafter)
 
     @staticmethod
@@ -61,10 +63,9 @@ class SleepyEngine:
             return None
         self.answered.append([request.request_id for request in requests])
         quality = self.quality if self._sums(self.drafter) == self._good else 0.0
-        return [
-            rollout(request.prompt_key, request.params.max_tokens, round(quality * request.params.max_tokens))
-            for request in requests
-        ]
+        share = {r.prompt_key: quality if not self.known or r.prompt_key in self.known else 0.0 for r in requests}
+        tokens = requests[0].params.max_tokens
+        return [rollout(key, tokens, round(tokens * accepted)) for key, accepted in share.items()]
 
     def set_drafting(self, on):
         self.is_drafting = on

@@ -212,6 +212,19 @@ def test_a_drafter_that_only_became_weaker_comes_back_and_a_dead_one_never_does(
         assert watched.engine.is_drafting is comes_back
 
 
+def test_a_drafter_that_begins_anew_is_tried_with_the_newest_prompts():
+    watched = Watched(own_weights=False)
+    watched.refit(1)
+    watched.engine.quality = 0.0
+    watched.refit(2)
+    watched.sentinel.remember([rollout(key) for key in "wxyz"])
+    watched.engine.known = {"w", "x", "y", "z"}
+    watched.engine.quality = 0.75
+    watched.refit(3)
+    assert watched.events == ["drafter_lost", "drafter_resumed"]
+    assert set(watched.engine.answered[-1]) == {f"{CANARY}{key}" for key in "wxyz"}
+
+
 def test_a_drafter_that_never_drafted_anything_has_nothing_to_lose():
     watched = Watched(own_weights=False, quality=0.0)
     for version in range(1, 30):

@@ -43,7 +43,7 @@ class _Canary:
 
 
 class Canaries:
-    """At most ``config.canaries`` of the prompts that were answered last; once chosen they stay.
+    """At most ``config.canaries`` of the prompts that were answered last; once chosen they stay, until ``renew``.
 
     What counts is the share of an answer's tokens that had been drafted. It must be ``config.hold`` times what it was
     before, over all canaries. Too few tokens prove nothing: a drop is clear at two standard deviations, and until then
@@ -67,21 +67,18 @@ class Canaries:
 
     def remember(self, rollouts: Iterable[Rollout]) -> None:
         """Responses are complete; their prompts may be chosen."""
-        if len(self._chosen) >= self.config.canaries:
-            return
         for rollout in rollouts:
-            if rollout.finish_reason == "abort" or rollout.prompt_key in self._chosen:
-                continue
-            self._recent.pop(rollout.prompt_key, None)
-            self._recent[rollout.prompt_key] = rollout.prompt
+            if rollout.finish_reason != "abort":
+                self._recent.pop(rollout.prompt_key, None)
+                self._recent[rollout.prompt_key] = rollout.prompt
         for key in list(self._recent)[: max(len(self._recent) - self.config.canaries, 0)]:
             del self._recent[key]
 
     def new(self) -> list[RolloutRequest]:
         """Requests for prompts that are to be canaries from now on; their answers go to ``baseline``."""
         room = self.config.canaries - len(self._chosen)
-        newest = list(self._recent.items())[::-1][:room]
-        return [self._request(key, prompt) for key, prompt in newest]
+        fresh = [(key, prompt) for key, prompt in reversed(self._recent.items()) if key not in self._chosen]
+        return [self._request(key, prompt) for key, prompt in fresh[:room]]
 
     def requests(self) -> list[RolloutRequest]:
         """Requests for all canaries; their answers go to ``compare``."""
@@ -92,7 +89,18 @@ class Canaries:
         for rollout in rollouts:
             counts = _counts(rollout)
             self._chosen[rollout.prompt_key] = _Canary(rollout.prompt, counts, counts, _Counts())
-        self._recent.clear()
+
+    def renew(self) -> None:
+        """The newest prompts take the place of the old ones; of each is expected what the old ones had in common.
+
+        A drafter that begins anew knows what was said last, and maybe nothing of what was said before.
+        """
+        tokens, share = float(self.config.tokens), _total(c.before for c in self._chosen.values()).share
+        if self._chosen and self._recent:
+            self._chosen = {
+                key: _Canary(prompt, _Counts(tokens, share * tokens), _Counts(), _Counts())
+                for key, prompt in reversed(self._recent.items())
+            }
 
     def compare(self, rollouts: Sequence[Rollout]) -> None:
         """What the canaries are worth now, for ``holds``."""

@@ -104,7 +104,9 @@ class Sentinel:
                 self._policy = self._watched.checksums("policy")
             if self._drafter is None:
                 self._drafter = self._watched.checksums("drafter")
-        if self.is_drafting and (new := self._canaries.new()):
+        if not self.is_drafting:
+            self._canaries.renew()
+        elif new := self._canaries.new():
             self._answer(new, self._canaries.baseline)
 
     def awake(self) -> None:

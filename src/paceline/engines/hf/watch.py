@@ -1,5 +1,6 @@
 """What the sentinel sees of the reference engine."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ class Watch:
     """Implements ``engines.sentinel.Watched`` for an engine that runs ``policy``."""
 
     def __init__(self, engine: "HFEngine", policy: torch.nn.Module) -> None:
-        self._engine = engine
+        # The engine holds this; a weak reference back lets it go with all it has when nobody else holds it.
+        self._engine: HFEngine = weakref.proxy(engine)
         self._policy = policy
 
     def checksums(self, part: Part) -> Mapping[str, int]:
