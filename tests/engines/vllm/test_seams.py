@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from paceline.engines.vllm import workarounds
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
@@ -295,7 +297,8 @@ def test_the_platform_is_told() -> None:
 
     assert current_platform.is_cpu() in (True, False)
     assert HAS_TRITON in (True, False)
-    assert callable(type(current_platform).register_triton_kernel_overrides)
+    if "second_engine" in workarounds.faults_here():
+        assert callable(type(current_platform).register_triton_kernel_overrides)
 
 
 def test_what_rejection_sampling_expands() -> None:

@@ -22,7 +22,8 @@ _MODEL_FREE = ("custom_class", "ngram", "suffix")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. ``seen`` are the versions in which it was observed, ``until`` the first one without it (None: none).
+    """One fault. ``seen`` are the versions in which it was observed, ``since`` the first one that can have it and
+    ``until`` the first one without it (None: none is known).
 
     ``number`` is the public report ("" where none was found on the day ``noted``). A ``lossy`` fault bends what is
     sampled. ``where`` is the platform that has it.
@@ -34,6 +35,7 @@ class Fault:
     noted: str
     seen: tuple[str, ...]
     number: str = ""
+    since: Version | None = None
     until: Version | None = None
     where: Literal["anywhere", "cpu", "cpu without triton"] = "anywhere"
     lossy: bool = False
@@ -118,7 +120,8 @@ FAULTS: tuple[Fault, ...] = (
         what="a second engine in one process cannot be built: its kernels are registered over themselves",
         answer="mended",
         noted="2026-11-30",
-        seen=("0.32.0",),
+        seen=("0.31.0", "0.32.0"),
+        since=(0, 31),
         where="cpu without triton",
     ),
     Fault(
@@ -147,11 +150,12 @@ def faults_here() -> dict[str, Fault]:
     on_cpu = bool(current_platform.is_cpu())
     places = {"anywhere": True, "cpu": on_cpu, "cpu without triton": on_cpu and not HAS_TRITON}
     version = parsed(installed() or "")
-    return {
-        fault.name: fault
-        for fault in FAULTS
-        if places[fault.where] and (fault.until is None or version is None or version < fault.until)
-    }
+
+    def has(fault: Fault) -> bool:
+        after = fault.since is None or version is None or version >= fault.since
+        return after and (fault.until is None or version is None or version < fault.until)
+
+    return {fault.name: fault for fault in FAULTS if places[fault.where] and has(fault)}
 
 
 def mend_process() -> list[str]:
