@@ -148,7 +148,7 @@ def test_what_the_budget_decided_is_the_difference_of_two_readings_of_the_engine
     before = EngineStats(forwards=5, nodes_offered=10, tokens_drafted=10, plain_seconds=1.0)
     after = EngineStats(
         forwards=25, passes_plain=8, passes_probed=1, nodes_offered=110, tokens_drafted=60, plain_seconds=5.0,
-        drafts_asked=40, drafts_prefetched=30, draft_seconds=0.5,
+        drafts_asked=40, drafts_prefetched=30, draft_seconds=0.5, drafter_version=3, canary_acceptance=0.8,
     )  # fmt: skip
     found = budget_metrics(before, after, generation_seconds=2.0)
     assert found == {
@@ -159,6 +159,8 @@ def test_what_the_budget_decided_is_the_difference_of_two_readings_of_the_engine
         "passes_probed": 1,
         "prefetch_coverage": 0.75,
         "draft_seconds_share": 0.25,
+        "drafter_version": 3,
+        "canary_acceptance": 0.8,
     }
     assert math.isnan(budget_metrics(before, before, 1.0)["verified_share"])
 

@@ -18,6 +18,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from paceline.config import load_config
+from paceline.drafters import HistoryDrafter
+from paceline.engines.hf import HFEngine
 from paceline.forward.runner import Runner
 from paceline.history.snapshot import read_snapshot
 from paceline.report.diff import diff_runs
@@ -317,6 +319,44 @@ def test_the_budget_decides_no_token_and_says_what_it_did(policy, tmp_path):
     assert all(0 < r.passes_plain <= r.policy_forwards for r in records)
     assert all(r.plain_seconds_counterfactual > 0 and 0 <= r.draft_seconds_share < 1 for r in records)
     assert all(not r.verified_share > 1 and not r.prefetch_coverage > 0 for r in records)
+
+
+def test_the_sentinel_decides_no_token_and_no_draft(policy, tmp_path):
+    off = ("engine.sentinel.canaries=0", "engine.sentinel.checksums=false")
+    records = train(tiny_config(policy, tmp_path / "watched", "rl.epochs=3"))
+    others = train(tiny_config(policy, tmp_path / "unwatched", "rl.epochs=3", *off))
+    assert tokens(tmp_path / "watched") == tokens(tmp_path / "unwatched")
+    assert [r.accept_lengths for r in records] == [r.accept_lengths for r in others]
+    assert [r.policy_forwards for r in records] == [r.policy_forwards for r in others]
+    assert np.isnan(records[0].canary_acceptance)
+    assert all(0 < r.canary_acceptance < 1 for r in records[1:])
+    assert {r.drafter_version for r in records} == {None}
+    assert not any(name.startswith(("drafter_", "policy_", "canary_")) for r in records for name in r.events)
+
+
+def test_a_drafter_that_is_lost_is_named_told_and_watched_further_over_a_resume(policy, tmp_path, monkeypatch):
+    refit, calls = HFEngine.load_weights, []
+
+    def refit_and_lose(engine, version, tensors):
+        calls.append(version)
+        if len(calls) == 2:
+            monkeypatch.setattr(HistoryDrafter, "propose", lambda drafter, request_ids, budget: [])
+        return refit(engine, version, tensors)
+
+    messages = []
+    monkeypatch.setattr(HFEngine, "load_weights", refit_and_lose)
+    config = tiny_config(policy, tmp_path / "run", "policy.dtype=float64", "rl.steps=3")
+    records = train(config, on_event=messages.append)
+    assert [r.events.get("drafter_lost", 0) for r in records] == [0, 1, 0]
+    assert sum(m.startswith("drafter_lost: canaries accept 0% of") for m in texts(messages)) == 1
+    assert np.isnan(records[2].acceptance), "decoding goes on without drafts"
+    monkeypatch.undo()
+    longer = replace(config, rl=replace(config.rl, steps=5))
+    records = train(longer, resume=True)
+    assert [r.events.get("drafter_resumed", 0) for r in records[3:]] == [1, 0]
+    assert [np.isnan(r.acceptance) for r in records[3:]] == [True, False]
+    train(replace(longer, out=str(tmp_path / "whole")))
+    assert tokens(tmp_path / "run") == tokens(tmp_path / "whole")
 
 
 def test_a_step_without_a_verified_draft_is_a_named_event(policy, tmp_path):  # field G8

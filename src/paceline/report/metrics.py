@@ -91,6 +91,16 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("draft_seconds_share", "", "Time that generation waited for the drafter / seconds of generation."),
     Metric(
+        "drafter_version",
+        "",
+        "Version of the policy that the drafter's own weights were made for; null where it has none, as history.",
+    ),
+    Metric(
+        "canary_acceptance",
+        "",
+        "Share of the tokens of the sentinel's last canaries that had been drafted, before the step. NaN without any.",
+    ),
+    Metric(
         "identity",
         "",
         "Whether the tokens of the checked batch equal those of plain decoding: " + ", ".join(IDENTITIES) + ".",
@@ -167,6 +177,8 @@ class BudgetMetrics(TypedDict):
     passes_probed: int
     prefetch_coverage: float
     draft_seconds_share: float
+    drafter_version: int | None
+    canary_acceptance: float
 
 
 def budget_metrics(before: EngineStats, after: EngineStats, generation_seconds: float) -> BudgetMetrics:
@@ -181,6 +193,8 @@ def budget_metrics(before: EngineStats, after: EngineStats, generation_seconds: 
             after.drafts_prefetched - before.drafts_prefetched, after.drafts_asked - before.drafts_asked
         ),
         draft_seconds_share=ratio(after.draft_seconds - before.draft_seconds, generation_seconds),
+        drafter_version=after.drafter_version,
+        canary_acceptance=after.canary_acceptance,
     )
 
 

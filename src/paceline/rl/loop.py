@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from paceline.rl.engine import check, drafts, make_engine, projected_plain_secon
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.learner import Batch, Learner
-from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, weights_stale
+from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, warnings_told, weights_stale
 from paceline.rl.policy import Policy
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
@@ -60,16 +61,17 @@ def train(
     folder.claim(out, config, resume, overwrite)
     if config.threads:
         torch.set_num_threads(config.threads)
-    run = Run(config, out, tell)
-    try:
-        if resume:
-            run.resume()
-        else:
-            run.warm_start()
-        with stop_after_step() as stopping:
-            run.steps(stopping)
-    finally:
-        run.close()
+    with warnings_told(tell) if on_event is not None else nullcontext():
+        run = Run(config, out, tell)
+        try:
+            if resume:
+                run.resume()
+            else:
+                run.warm_start()
+            with stop_after_step() as stopping:
+                run.steps(stopping)
+        finally:
+            run.close()
     return run.records
 
 

@@ -1,8 +1,23 @@
 """What a run says of its own accord: laws that differ, drafts that never come, settings that bend the law."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.schema import EngineStats, SamplingParams
+
+
+@contextmanager
+def warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within it ``tell`` hears of every warning that paceline logs, as one line."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("paceline")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def shaped_law(sampling: SamplingParams) -> str | None:
