@@ -15,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from paceline.audit.certificate import read_certificate
+from paceline.audit.vllm_matrix import summary, support_table
 from paceline.config import Config
 from paceline.report.metrics import METRICS
 
@@ -131,4 +133,15 @@ def fault_tests() -> dict[str, list[str]]:
     return tested
 
 
-REFERENCES = {"configuration": configuration, "metrics": metrics, "faults": faults}
+def vllm_support() -> str:
+    """What the audits of vLLM found, from their certificates."""
+    headings = {"drafting": "with drafts", "plain": "without", "unmended": "with drafts, vLLM as it is"}
+    found = {
+        heading: read_certificate((HERE / "vllm-support" / f"{name}.json").read_bytes())
+        for name, heading in headings.items()
+    }
+    sizes = "\n".join(f"- {heading}: {summary(certificate)}" for heading, certificate in found.items())
+    return f"{support_table(found)}\n\n{sizes}"
+
+
+REFERENCES = {"configuration": configuration, "metrics": metrics, "faults": faults, "vllm_support": vllm_support}

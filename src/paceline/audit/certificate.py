@@ -1,6 +1,7 @@
 """What an audit found: every check with its evidence, what it could have seen, and the verdict."""
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import msgspec
 
@@ -94,3 +95,17 @@ class Certificate(msgspec.Struct, kw_only=True):
     def exit_code(self) -> int:
         """0 where the engine may be certified lossless."""
         return 0 if self.verdict == "lossless" else 1
+
+
+def read_certificate(data: bytes) -> Certificate:
+    """The certificate that ``--json`` wrote. ValidationError or DecodeError for anything else.
+
+    JSON has no infinity: where evidence or a deviation is infinite, the file says null.
+    """
+    tree: dict[str, Any] = msgspec.json.decode(data)
+    for row in [*tree.get("live", ()), *tree.get("power", ())]:
+        row.update({name: math.inf for name, value in row.items() if value is None and name in _INFINITE})
+    return msgspec.convert(tree, Certificate)
+
+
+_INFINITE = ("log_e", "peak_log_e", "caught_half", "caught_90", "caught_99")

@@ -23,18 +23,19 @@ def explained(check: Check, case: Any, ties: bool, here: Collection[str]) -> str
 
     ``case`` is a ``VllmCase``, ``ties`` says whether its policy ties the output to the embeddings.
     """
-    params = case.params
+    params, drafts = case.params, case.drafted
+    failed = check.name == "errors"
     law = check.p_value is not None or check.name in ("support", "log-probabilities", "ends")
     marks = {
-        "ignored_parameters": case.drafted and bool(params.get("min_p") or params.get("logit_bias")),
-        "top_k_without_drafts": case.drafted and check.name == "errors" and ("top_k" in params or case.company),
-        "seeded_chunk": check.name == "errors" and "offset" in check.says,
-        "partial_layer": law and case.refit == "part",
+        "ignored_parameters": drafts and bool(params.get("min_p") or params.get("logit_bias")),
+        "top_k_without_drafts": drafts and failed and "numel() == 0" in check.says,
+        "seeded_chunk": failed and "offset" in check.says,
+        "partial_layer": case.refit == "part" and (law or check.name == "speculation"),
         "tied_head": law and bool(case.refit) and ties,
-        "expand_batch_to_tokens": case.drafted
+        "expand_batch_to_tokens": drafts
         and params.get("temperature", 1.0) > 0
-        and (law or check.name == "errors"),
-        "min_tokens_of_bonus": case.drafted and law and bool(params.get("min_tokens")),
-        "placeholder_drafts": case.drafted and law,
+        and (law or failed or check.name == "alone, again"),
+        "min_tokens_of_bonus": drafts and law and bool(params.get("min_tokens")),
+        "placeholder_drafts": drafts and law,
     }
     return next((name for name in _ORDER if name in here and marks[name]), None)
