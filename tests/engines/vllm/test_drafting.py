@@ -1,8 +1,12 @@
 """Whoever drafts inside the real vLLM, greedy tokens are those of plain decoding, and the counts are exact."""
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import EngineArgs
 
 from paceline.config import DrafterConfig, DraftModelConfig, HeadConfig
 from vllm_engines import requests, running, save_eagle3, save_mtp, save_tiny
@@ -54,7 +58,9 @@ def test_greedy_tokens_are_those_of_plain_decoding(kind, model, plain, tmp_path)
     for rollouts in epochs:
         assert [rollout.tokens.tolist() for rollout in rollouts] == plain
     answers = [rollout for rollouts in epochs for rollout in rollouts]
-    assert stats.tokens_drafted == sum(rollout.drafted for rollout in answers) > 0
+    assert stats.tokens_drafted > 0
+    if counts_requests():  # else shares of the total
+        assert stats.tokens_drafted == sum(rollout.drafted for rollout in answers)
     assert stats.tokens_accepted == sum(rollout.accepted for rollout in answers)
     assert stats.row_forwards == sum(rollout.forwards for rollout in answers)
     assert stats.tokens_emitted == 2 * 6 * 24 == stats.row_forwards + stats.tokens_accepted + ended_inside(answers)
@@ -64,6 +70,11 @@ def test_greedy_tokens_are_those_of_plain_decoding(kind, model, plain, tmp_path)
         first, second = (sum(rollout.forwards for rollout in rollouts) for rollouts in epochs)
         assert second < first
         assert stats.tokens_accepted > stats.tokens_emitted / 3
+
+
+def counts_requests():
+    """Whether this vLLM counts the drafts of each request."""
+    return "per_request_spec_decode_metrics" in {field.name for field in dataclasses.fields(EngineArgs)}
 
 
 def ended_inside(answers):
