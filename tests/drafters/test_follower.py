@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from foreign import STOP, Job, Listener, answer, following, knowing, oracle
 from paceline.budget.controller import BudgetController, Plan
@@ -138,6 +139,23 @@ def test_with_drafting_off_nothing_is_drafted_and_nothing_is_lost():
     engine.run()
     assert listener.of("a")[0].tokens == answer()
     assert engine.follower.stats.tokens_accepted > 40
+
+
+def test_passes_aside_are_drafted_for_whole_and_leave_no_trace():
+    stats = EngineStats(events={})
+    controller = BudgetController(BudgetConfig(), StepTimeTable(), stats)  # which would try a plain pass first
+    engine = following(HistoryDrafter(salt=1), controller, stats=stats)
+    engine.admit(Job("0", [1, 2, 3], answer(), beyond=[5] * 20))
+    engine.run()
+    engine.follower.set_drafting(False)
+    before, learned = replace(stats), controller.state()
+    engine.follower.aside(True)
+    engine.admit(Job(f"{CANARY}0", [1, 2, 3], answer(), beyond=[5] * 20))
+    assert engine.run() < 12
+    engine.follower.aside(False)
+    assert (stats, controller.state()) == (before, learned)
+    engine.admit(Job("1", [1, 2, 3], answer(), beyond=[5] * 20))
+    assert engine.run() > 50, "drafting is off again"
 
 
 # What is heard

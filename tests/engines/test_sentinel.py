@@ -275,7 +275,8 @@ def test_prompts_join_until_there_are_enough():
         ((12, 12, 12, 12), (12, 11, 13, 12), True),
         ((12, 12, 12, 12), (6, 6, 6, 6), True),  # half of it is what hold asks for
         ((12, 12, 12, 12), (0, 0, 0, 0), False),
-        ((12, 12, 12, 12), (5, 5, 4, 5), True),  # less, but no clear case
+        ((12, 12, 12, 12), (5, 5, 4, 5), False),
+        ((5, 4, 5, 4), (2, 2, 2, 2), True),  # less, but no clear case
         ((15, 15, 1, 1), (0, 0, 0, 0), False),
         ((1, 0, 0, 1), (0, 0, 0, 0), True),  # two tokens prove nothing
         ((15, 15, 15, 15), (15, 15, 0, 0), True),  # two answers changed, two did not

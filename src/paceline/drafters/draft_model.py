@@ -87,7 +87,8 @@ class DraftModelDrafter:
     @property
     def model(self) -> PreTrainedModel:
         """The model that drafts."""
-        return self._runner.model
+        model: PreTrainedModel = self._runner.model
+        return model
 
     def reload(self) -> bool:
         """Load the weights again from where the configuration got them; False where there is no such place.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Sequence
 from time import perf_counter
 
 import numpy as np
+from msgspec.structs import replace
 
 from paceline.budget.allocate import Floats, pruned
 from paceline.budget.controller import BudgetController, Plan
@@ -61,6 +62,7 @@ class Follower:
         self.loss: str | None = None
         self._drafter = drafter if isinstance(drafter, GuardedDrafter | None) else GuardedDrafter(drafter, self._tell)
         self._is_drafting = True
+        self._kept: tuple[EngineStats, BudgetController, bool] | None = None  # while passes are aside
         self._lives = Lives(introduce, context, stats)
         self._lengths = Lengths()
         self._weights: dict[str, float] = {}
@@ -95,6 +97,23 @@ class Follower:
     def set_drafting(self, on: bool) -> None:
         """Draft or not; the batch is followed all the same, so nothing is lost."""
         self._is_drafting = on
+
+    def aside(self, on: bool) -> None:
+        """With ``on`` drafts are verified whole, and passes neither counted nor learned from, until it is off again.
+
+        Only while no request is in flight. It drafts even where ``set_drafting`` is off.
+        """
+        if on == (self._kept is not None):
+            return
+        if self._kept is None:
+            self._kept = self.stats, self.controller, self._is_drafting
+            self.stats = replace(self.stats, events=self.stats.events)
+            self.controller = BudgetController(BudgetConfig(mode="fixed"), StepTimeTable(), self.stats)
+            self._is_drafting = True
+        else:
+            self.stats, self.controller, self._is_drafting = self._kept
+            self._kept = None
+        self._plan, self._planned, self._drafted = Plan("plain", 0), set(), []
 
     def on_weights(self, version: int) -> None:
         """The policy moved to ``version``; drafts in flight are void."""

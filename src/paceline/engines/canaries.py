@@ -12,8 +12,8 @@ from paceline.schema import CANARY, Rollout, RolloutRequest, SamplingParams, Tok
 
 #: Tokens are accepted in runs, so their number varies as if so many of them were one.
 _RUN = 4.0
-#: Standard deviations below the expectation that are no accident.
-_CLEAR = 2.0
+#: Standard deviations below what was accepted before that are no accident.
+_CLEAR = 3.0
 _MOST_SHARE = 0.95
 
 
@@ -46,8 +46,8 @@ class Canaries:
     """At most ``config.canaries`` of the prompts that were answered last; once chosen they stay, until ``renew``.
 
     What counts is the share of an answer's tokens that had been drafted. It must be ``config.hold`` times what it was
-    before, over all canaries. Too few tokens prove nothing: a drop is clear at two standard deviations, and until then
-    the counts of later answers are added to it.
+    before, over all canaries. Too few tokens prove nothing: a drop is clear where it lies three standard deviations
+    below what a drafter gives that is as good as before, and until then the counts of later answers are added to it.
     """
 
     def __init__(self, config: SentinelConfig) -> None:
@@ -68,7 +68,7 @@ class Canaries:
     def remember(self, rollouts: Iterable[Rollout]) -> None:
         """Responses are complete; their prompts may be chosen."""
         for rollout in rollouts:
-            if rollout.finish_reason != "abort":
+            if rollout.finish_reason != "abort" and not rollout.request_id.startswith(CANARY):
                 self._recent.pop(rollout.prompt_key, None)
                 self._recent[rollout.prompt_key] = rollout.prompt
         for key in list(self._recent)[: max(len(self._recent) - self.config.canaries, 0)]:
@@ -115,8 +115,7 @@ class Canaries:
         canaries = list(self._chosen.values())
         before, last = _total(c.before for c in canaries), _total(c.last for c in canaries)
         self.verdict = f"canaries accept {last.share:.0%} of {last.emitted:.0f} tokens, {before.share:.0%} before"
-        expected, _ = self._expected([(c.last, c.before) for c in canaries])
-        if last.accepted >= expected:
+        if last.accepted >= self.config.hold * _expected([(c.last, c.before) for c in canaries])[0]:
             for canary in canaries:
                 canary.before, canary.doubtful = canary.before.plus(canary.last, 0.5), _Counts()
             return True
@@ -125,8 +124,8 @@ class Canaries:
         for canary in canaries:
             canary.doubtful = canary.doubtful.plus(canary.last)
         doubtful = _total(c.doubtful for c in canaries)
-        expected, deviation = self._expected([(c.doubtful, c.before) for c in canaries])
-        if doubtful.accepted >= expected - _CLEAR * deviation:
+        expected, deviation = _expected([(c.doubtful, c.before) for c in canaries])
+        if doubtful.accepted >= min(self.config.hold * expected, expected - _CLEAR * deviation):
             return True
         for canary in canaries:
             canary.doubtful = _Counts()
@@ -164,12 +163,12 @@ class Canaries:
         name = f"{CANARY}{key}"
         return RolloutRequest(request_id=name, prompt=prompt, params=params, group=name, prompt_key=key)
 
-    def _expected(self, pairs: Sequence[tuple[_Counts, _Counts]]) -> tuple[float, float]:
-        """The least number of accepted tokens of the first counts that holds, and its standard deviation."""
-        emitted_C = np.array([counts.emitted for counts, _ in pairs])
-        share_C = np.minimum([self.config.hold * before.share for _, before in pairs], _MOST_SHARE)
-        variance = _RUN * float((emitted_C * share_C * (1 - share_C)).sum())
-        return float((emitted_C * share_C).sum()), math.sqrt(variance)
+
+def _expected(pairs: Sequence[tuple[_Counts, _Counts]]) -> tuple[float, float]:
+    """Accepted tokens of the first counts by the shares of the second, and the standard deviation of their number."""
+    emitted_C = np.array([counts.emitted for counts, _ in pairs])
+    share_C = np.minimum([before.share for _, before in pairs], _MOST_SHARE)
+    return float((emitted_C * share_C).sum()), math.sqrt(_RUN * float((emitted_C * share_C * (1 - share_C)).sum()))
 
 
 def _counts(rollout: Rollout) -> _Counts:

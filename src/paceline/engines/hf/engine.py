@@ -254,7 +254,8 @@ class HFEngine:
         """Take over what ``state`` gave; KeyError, TypeError or ValueError for anything else."""
         self.table.load_state(state["step_times"])
         self.controller.load_state(state["budget"])
-        self.sentinel.load_state(state["sentinel"])
+        if "sentinel" in state:
+            self.sentinel.load_state(state["sentinel"])
 
     def history_snapshot(self) -> bytes | None:
         """The drafter's history as ``encode_snapshot`` writes it, None without one. No request in flight."""

@@ -21,6 +21,10 @@ class PassCounts(msgspec.Struct, kw_only=True):
     tokens_accepted: int = 0
     seconds: float = 0.0
 
+    def less(self, other: "PassCounts") -> "PassCounts":
+        """What was counted beyond ``other``."""
+        return PassCounts(**{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__})
+
 
 class Tally:
     """One of vLLM's statistics loggers; keeps ``counts``. Built by vLLM, or by hand with no arguments."""

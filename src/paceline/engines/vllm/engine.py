@@ -2,7 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,13 +12,16 @@ import msgspec
 
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig
 from paceline.engines.hf.intake import Limits, expand
+from paceline.engines.sentinel import Sentinel
 from paceline.engines.vllm import params as vllm_params
+from paceline.engines.vllm.counts import PassCounts
 from paceline.engines.vllm.failures import refusals
 from paceline.engines.vllm.front import Delta, Front, Launch, VllmError
 from paceline.engines.vllm.launch import PLUGIN_KINDS, Plan, plan
 from paceline.engines.vllm.model_files import default_eos_ids, text_of
 from paceline.engines.vllm.outputs import Answer
 from paceline.engines.vllm.versions import require_vllm
+from paceline.engines.vllm.watch import Watch
 from paceline.engines.vllm.weights import Weights
 from paceline.engines.vllm.workarounds import refusal, standing
 from paceline.history.snapshot import decode_snapshot
@@ -104,6 +108,7 @@ class VllmEngine:
         self._answers: dict[str, Answer] = {}
         self._done: list[Rollout] = []
         self._closed = False
+        self._uncounted = PassCounts()
         try:
             self._weights = Weights(self._front, model, refit_names, mend=mend, allow_lossy=allow_lossy)
             for name in self._front.rpc("paceline_mend", mend)[0]:
@@ -111,6 +116,8 @@ class VllmEngine:
         except PacelineError:
             self.close()
             raise
+        watched = config.sentinel if speculates else msgspec.structs.replace(config.sentinel, canaries=0)
+        self.sentinel = Sentinel(watched, Watch(self, self._front, self._weights), self._tell, exact=False)
         _LOG.info("vLLM speculates with %s", self.speculative)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -147,6 +154,7 @@ class VllmEngine:
         if self._answers:
             self._take(self._front.poll(_POLL_S))
         done, self._done = self._done, []
+        self.sentinel.remember(done)
         return done
 
     def generate(
@@ -161,6 +169,18 @@ class VllmEngine:
                 if on_finish is not None:
                     on_finish(rollout)
         return [rollouts[sample.request_id] for request in requests for sample, _ in expand(request)]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it the plug-in drafts for all it is worth, and nothing is counted. No request may be in flight."""
+        stats, before = self._stats, self._counts()
+        self._stats = msgspec.structs.replace(stats)
+        self._plugin("aside", True)
+        try:
+            yield
+        finally:
+            self._plugin("aside", False)
+            self._stats, self._uncounted = stats, self._front.counts().less(before)
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next ``step`` returns what it has, finish reason ``abort``. KeyError if unknown."""
@@ -192,7 +212,8 @@ class VllmEngine:
         plug-in where it drafts, and are 0 where vLLM's own drafters do.
         """
         stats = msgspec.structs.replace(self._stats, events=dict(self._stats.events))
-        counts = self._front.counts()
+        stats.drafter_version, stats.canary_acceptance = self.sentinel.versions()[1], self.sentinel.acceptance
+        counts = self._counts()
         stats.forwards = counts.passes
         stats.passes_plain = counts.passes_plain
         stats.preemptions = counts.preemptions
@@ -209,9 +230,9 @@ class VllmEngine:
         """The policy moves to ``version``. ``engine.vllm.pause`` says what becomes of requests in flight.
 
         They are kept, and their later tokens carry the new version (``refit_kv`` as in ``HFEngine``), or end before the
-        weights move: by themselves (``wait``), or as ``abort``. Raises WeightsError with the first tensor that is
-        missing, unknown or of another shape;
-        nothing is loaded then, and nothing ended.
+        weights move: by themselves (``wait``), or as ``abort``. The sentinel looks at policy and drafter then. Raises
+        WeightsError with the first tensor that is missing, unknown or of another shape; nothing is loaded then, and
+        nothing ended.
         """
         self._check_open()
         self._weights.check(tensors)
@@ -221,34 +242,53 @@ class VllmEngine:
         elif self.config.vllm.pause == "abort":
             for request_id in list(self._answers):
                 self.abort(request_id)
+        self.sentinel.refit(tensors, lambda: self._load(version, tensors))
+
+    def _load(self, version: int, tensors: Mapping[str, "torch.Tensor"]) -> Collection[str]:
         self._take(self._front.pause())
         try:
-            self._weights.load(version, tensors)
+            loaded = self._weights.load(version, tensors)
             self._stats.weight_version = version
             self._front.reset_prefix_cache(running=self.config.refit_kv == "recompute")
             self._plugin("on_weights", version)
         finally:
             self._front.resume()
+        return loaded
+
+    def load_drafter_weights(self, version: int, tensors: Mapping[str, "torch.Tensor"]) -> None:
+        """A model that drafts moves to ``tensors``, made for the policy's ``version``; WeightsError where none does."""
+        self._check_open()
+        self._take(self._front.pause())
+        try:
+            self._weights.load_drafter(version, tensors)
+        finally:
+            self._front.resume()
+        self.sentinel.drafter_moved()
 
     def sleep(self) -> None:
         """Give memory back between generations, at the level ``engine.vllm.sleep``. No request may be in flight."""
         self._check_open()
         if self._answers:
             raise RuntimeError("the engine cannot sleep while requests are in flight")
+        self.sentinel.asleep()
         self._weights.sleep(self.config.vllm.sleep or 1)
 
     def wake(self) -> None:
         """Take the memory again. After a sleep of level 2 the weights are void until ``load_weights``."""
         self._check_open()
         self._weights.wake()
+        if not self._weights.void:
+            self.sentinel.awake()
 
     def state(self) -> dict[str, Any]:
-        """What was measured of passes and drafts, for a checkpoint: plain values, none where vLLM drafts by itself."""
+        """What was measured of passes and drafts, for a checkpoint: plain values."""
         found: dict[str, Any] | None = self._plugin("state")
-        return found or {}
+        return {**(found or {}), "sentinel": self.sentinel.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` gave, other keys left aside; KeyError or VllmError for anything else."""
+        if "sentinel" in state:
+            self.sentinel.load_state(state["sentinel"])
         if self.speculative is not None and self.drafter.kind in PLUGIN_KINDS:
             self._plugin("load_state", {key: state[key] for key in ("step_times", "budget")})
 
@@ -275,6 +315,14 @@ class VllmEngine:
             return None
         return next((found for found in self._front.rpc("paceline_plugin", method, *args) if found is not None), None)
 
+    def _counts(self) -> PassCounts:
+        """What the scheduler counted, canaries aside."""
+        return self._front.counts().less(self._uncounted)
+
+    def _tell(self, event: str, message: str) -> None:
+        self._stats.count(event)
+        _LOG.warning("%s: %s", event, message)
+
     def _take(self, found: Sequence[Delta]) -> None:
         """Book what was emitted by the weights of now, and finish what ended."""
         early = []
@@ -300,7 +348,7 @@ class VllmEngine:
     def _finish(self, request_id: str, reason: FinishReason) -> None:
         answer = self._answers.pop(request_id)
         accepted = self._stats.tokens_accepted
-        per_accepted = self._front.counts().tokens_drafted / accepted if accepted else 0.0
+        per_accepted = self._counts().tokens_drafted / accepted if accepted else 0.0
         source = "history" if self.drafter.kind == "history" else "other"
         self._done.append(answer.rollout(reason, self.logprobs, source, per_accepted))
 

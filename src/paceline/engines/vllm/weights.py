@@ -90,6 +90,7 @@ class Weights:
         self._moved: set[str] = set()
         self._drafter: dict[str, torch.Tensor] = {}
         self._drafter_version = 0
+        self._has_draft_model: bool | None = None
         self._void = False
         self._level = 0
 
@@ -134,7 +135,7 @@ class Weights:
 
     def load_drafter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """The drafter's model gets ``tensors``, by their names in its checkpoint; WeightsError where none drafts."""
-        if not self._front.rpc("paceline_has_draft_model")[0]:
+        if self.drafter_version is None:
             raise WeightsError("no model drafts, so there is none to load weights into; set drafter.kind")
         self._send("start_draft_weight_update", version, tensors)
         self._drafter |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -163,6 +164,13 @@ class Weights:
             self._void = True
             self.reload_drafter()
         self._level = 0
+
+    @property
+    def drafter_version(self) -> int | None:
+        """The version of the drafter's own weights; None where no model drafts."""
+        if self._has_draft_model is None:
+            self._has_draft_model = bool(self._front.rpc("paceline_has_draft_model")[0])
+        return self._drafter_version if self._has_draft_model else None
 
     @property
     def void(self) -> bool:

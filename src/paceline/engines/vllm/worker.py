@@ -10,7 +10,17 @@ from paceline.forward.checksum import checksums
 from paceline.schema import PacelineError
 
 #: What may be asked of the plug-in in the worker.
-PLUGIN_METHODS = ("report", "set_drafting", "on_weights", "snapshot", "restore", "state", "load_state", "close")
+PLUGIN_METHODS = (
+    "report",
+    "set_drafting",
+    "aside",
+    "on_weights",
+    "snapshot",
+    "restore",
+    "state",
+    "load_state",
+    "close",
+)
 #: The name under which vLLM knows the transfer engine.
 TRANSFER = "paceline"
 #: A packed matrix that answers this differently from its weight, relative to the largest answer, is stale.
@@ -81,6 +91,19 @@ class WorkerExtension:
     def paceline_loaded(self) -> dict[str, Any]:
         """The last weight update: its ``version``, ``part`` and the ``names`` that were loaded, as vLLM has them."""
         return dict(self.weight_transfer_engine.last)
+
+    def paceline_drafting(self, on: bool) -> bool:
+        """Whether a drafter of vLLM's own could be told to draft or not: what it proposes is thrown away then.
+
+        It goes on proposing, so that its own cache stays whole.
+        """
+        runner = self.model_runner
+        if self.vllm_config.scheduler_config.async_scheduling:
+            return on  # drafts never leave the worker
+        runner.__dict__.pop("take_draft_token_ids", None)
+        if not on:
+            runner.take_draft_token_ids = lambda: None
+        return True
 
     def paceline_process(self) -> int:
         """The id of the process that the worker runs in."""

@@ -109,6 +109,10 @@ class HistoryProposer:
         """With ``on`` false nothing is drafted; what is said is followed all the same."""
         self._follower.set_drafting(on)
 
+    def aside(self, on: bool) -> None:
+        """With ``on`` passes are for the sentinel's canaries: drafted for whole, not counted, not learned from."""
+        self._follower.aside(on)
+
     def on_weights(self, version: int) -> None:
         """The policy moved to ``version``."""
         self._follower.on_weights(version)
