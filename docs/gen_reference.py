@@ -18,6 +18,7 @@ import yaml
 from paceline.audit.certificate import read_certificate
 from paceline.audit.vllm_matrix import summary, support_table
 from paceline.config import Config
+from paceline.engines.vllm.workarounds import FAULTS
 from paceline.report.metrics import METRICS
 
 HERE = Path(__file__).parent
@@ -144,4 +145,21 @@ def vllm_support() -> str:
     return f"{support_table(found)}\n\n{sizes}"
 
 
-REFERENCES = {"configuration": configuration, "metrics": metrics, "faults": faults, "vllm_support": vllm_support}
+def vllm_faults() -> str:
+    """The faults of vLLM that are known here, and what is done about them."""
+    lines = ["| fault | what goes wrong | where | seen in | bends the law | answer |", "|---" * 6 + "|"]
+    lines += [
+        f"| `{fault.name}` {fault.number} | {fault.what} | {fault.where} | {', '.join(fault.seen)} "
+        f"| {'yes' if fault.lossy else 'no'} | {fault.answer} |"
+        for fault in FAULTS
+    ]
+    return "\n".join(lines)
+
+
+REFERENCES = {
+    "configuration": configuration,
+    "metrics": metrics,
+    "faults": faults,
+    "vllm_support": vllm_support,
+    "vllm_faults": vllm_faults,
+}
