@@ -137,8 +137,8 @@ def test_text_that_only_resembles_a_number_is_no_number(text):
     [
         (
             "drafter.kind=histroy",
-            "must be one of none, prompt_lookup, history, draft_model, forced, ngram, suffix, eagle3, mtp; got 'histroy'; "
-            "did you mean history?",
+            "must be one of none, prompt_lookup, history, draft_model, forced, ngram, suffix, eagle3, mtp; "
+            "got 'histroy'; did you mean history?",
         ),
         ("policy.dtype=int4", "must be one of float32, float64, bfloat16; got 'int4'"),
         (
