@@ -31,6 +31,8 @@ VLLM_ENV := OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCE
 
 DEMO_OUT ?= runs/demo
 PYTEST_ARGS ?=
+# Tests of one file stay together: they share what is dear to make.
+PYTEST_JOBS ?= -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm assets test test-vllm check sanitize demo bench bench-vllm docs clean
@@ -90,7 +92,7 @@ assets: venv ## fetch the demo's model and data into the user's cache (nothing t
 	@$(BIN)/paceline assets
 
 test: assets ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 test-vllm: assets venv-vllm ## run the tests that need the real vLLM
 	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/rl/test_vllm_run.py tests/audit/test_vllm.py

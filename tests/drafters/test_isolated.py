@@ -34,7 +34,7 @@ def make():
 
     yield build
     for drafter in made:
-        drafter.end()
+        drafter.end_process()
 
 
 def is_running(pid):
@@ -175,7 +175,7 @@ def test_another_in_its_place_goes_on_from_the_last_snapshot_at_its_age(make):
     begin(other, "r")
     assert drafted(other, "r") == [1, 2, 3]
     versions = other.snapshot().versions
-    other.end()
+    other.end_process()
     assert set(versions.tolist()) == {0, 5}
 
 
@@ -246,7 +246,7 @@ def test_under_a_guard_a_refit_brings_it_back_with_what_it_knew(make):
     assert f"process {pid} was ended by signal 9; decoding goes on without drafts" in events[0][1]
     (draft,) = drafter.propose(["r"], 4)
     assert (draft.tokens.tolist(), draft.length, draft.version) == ([3], len(PROMPT) + 2, 1)
-    drafter.end()
+    drafter.end_process()
     assert drafter.inner.pid is None
 
 
@@ -255,7 +255,7 @@ def test_it_ends_with_its_drafter(make):
     drafter.on_weights(0)
     pid = drafter.pid
     assert is_running(pid)
-    drafter.end()
+    drafter.end_process()
     assert not is_running(pid)
     forgotten = make_drafter(DrafterConfig(isolate=True))
     forgotten.on_weights(0)
@@ -300,7 +300,7 @@ def test_a_fork_of_the_engines_process_does_not_end_it(make):
     drafter = make()
     drafter.on_weights(0)
     if (fork := os.fork()) == 0:
-        drafter.end()
+        drafter.end_process()
         os._exit(0)
     os.waitpid(fork, 0)
     assert is_running(drafter.pid)

@@ -160,7 +160,7 @@ def reseal(checkpoint_folder, history):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: data[:-8], lambda data: data[:90] + b"\xff" + data[91:], lambda data: b""]
+    "damage", [lambda data: data[:-8], lambda data: data[:90] + bytes([data[90] ^ 0xFF]) + data[91:], lambda data: b""]
 )
 def test_a_damaged_history_costs_time_only(policy, tmp_path, damage):
     train(tiny_config(policy, tmp_path / "run", "rl.steps=2", "policy.dtype=float64"))

@@ -50,7 +50,7 @@ class Renewable(Protocol):
 class Separate(Protocol):
     """What a drafter offers that works in a process of its own."""
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End the process; a later call starts another, which knows nothing."""
 
 

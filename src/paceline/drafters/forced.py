@@ -48,7 +48,7 @@ class ForcedDrafter:
         if isinstance(inner, Renewable):
             self.fresh = lambda: ForcedDrafter(inner.fresh(), vocabulary)
         if isinstance(inner, Separate):
-            self.end = inner.end
+            self.end_process = inner.end_process
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests become known, and their grammars start."""

@@ -107,10 +107,10 @@ class GuardedDrafter:
             self._tell("drafter_reloaded", f"{_name(drafter)} drafts again; {len(requests)} requests are in flight")
         return not self.lost
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End the process that ``inner`` works in, where it has one of its own."""
         if isinstance(self.inner, Separate):
-            self.inner.end()
+            self.inner.end_process()
 
     def _lose(self, error: Exception) -> None:
         self.lost = True

@@ -84,10 +84,10 @@ class IsolatedDrafter:
 
     def fresh(self) -> Self:
         """Another in a new process, which remembers nothing."""
-        self.end()
+        self.end_process()
         return type(self)(self.config, self.salt, self.chains, self.seconds)
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End the process; a later call starts another, which knows nothing."""
         if self._process is not None:
             self._process.end()
@@ -138,7 +138,7 @@ class IsolatedDrafter:
 
     def _lose(self, why: str) -> DrafterLostError:
         self._loss = why
-        self.end()
+        self.end_process()
         return DrafterLostError(why)
 
 

@@ -274,7 +274,7 @@ class HFEngine:
         """Release the KV memory, give the model back, end the process of a drafter that has one; later calls raise."""
         if not self._closed:
             if self.drafter is not None:
-                self.drafter.end()
+                self.drafter.end_process()
             self._runner.close()
             self._closed = True
 

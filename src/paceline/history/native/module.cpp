@@ -77,6 +77,8 @@ void load(History& history, const In<int64_t>& shards, const In<uint8_t>& are_pr
 }  // namespace
 
 NB_MODULE(_native, module) {
+    // A history that is alive when Python ends is no leak worth three screens of text.
+    nb::set_leak_warnings(false);
     module.doc() = "The history index in C++.";
     module.def("version", &paceline::version, "The version of paceline that this extension was built from.");
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();

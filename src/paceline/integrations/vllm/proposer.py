@@ -144,7 +144,7 @@ class HistoryProposer:
             logger.error("while vLLM ends: %s: %s", type(error).__name__, error)
         self._at_exit()
         if self._drafter is not None:
-            self._drafter.end()
+            self._drafter.end_process()
 
     def _introduced(self, request_id: str) -> Introduced | None:
         requests = self._runner.requests
