@@ -39,9 +39,7 @@ def main():
         tokens = sum(len(sample.token_ids) for answer in answers for sample in answer.outputs)
         drafted, accepted = (now - then for now, then in zip(drafts(llm), before, strict=True))
         before = drafts(llm)
-        print(
-            f"visit {visit}: {tokens} tokens, of which {accepted / tokens:.0%} had been drafted ({drafted:.0f} drafted tokens)"
-        )
+        print(f"visit {visit}: {tokens} tokens, {accepted / tokens:.0%} of them accepted drafts; {drafted:.0f} drafted")
     print(answers[0].outputs[0].text)
 
 
