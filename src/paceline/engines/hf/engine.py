@@ -19,6 +19,7 @@ from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters import history_of
 from paceline.drafters.base import Drafter
 from paceline.drafters.guarded import GuardedDrafter
+from paceline.engines.drive import generate
 from paceline.engines.guard import check_lossless, verification
 from paceline.engines.hf.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.hf.queue import Queue
@@ -157,14 +158,7 @@ class HFEngine:
         self, requests: Sequence[RolloutRequest], on_finish: Callable[[Rollout], None] | None = None
     ) -> list[Rollout]:
         """Submit and step until all are done; rollouts in the order of the requests and their samples."""
-        self.submit(requests)
-        rollouts: dict[str, Rollout] = {}
-        while self.busy:
-            for rollout in self.step():
-                rollouts[rollout.request_id] = rollout
-                if on_finish is not None:
-                    on_finish(rollout)
-        return [rollouts[sample.request_id] for request in requests for sample, _ in expand(request)]
+        return generate(self, requests, on_finish)
 
     @contextmanager
     def plain(self) -> Iterator[None]:

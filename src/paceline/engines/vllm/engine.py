@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig
+from paceline.engines.drive import generate
 from paceline.engines.hf.intake import Limits, expand
 from paceline.engines.sentinel import Sentinel
 from paceline.engines.vllm import params as vllm_params
@@ -161,14 +162,7 @@ class VllmEngine:
         self, requests: Sequence[RolloutRequest], on_finish: Callable[[Rollout], None] | None = None
     ) -> list[Rollout]:
         """Submit and step until all are done; rollouts in the order of the requests and their samples."""
-        self.submit(requests)
-        rollouts: dict[str, Rollout] = {}
-        while self.busy:
-            for rollout in self.step():
-                rollouts[rollout.request_id] = rollout
-                if on_finish is not None:
-                    on_finish(rollout)
-        return [rollouts[sample.request_id] for request in requests for sample, _ in expand(request)]
+        return generate(self, requests, on_finish)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
