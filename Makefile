@@ -32,7 +32,7 @@ VLLM_ENV := OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCE
 DEMO_OUT ?= runs/demo
 PYTEST_ARGS ?=
 # Tests of one file stay together: they share what is dear to make.
-PYTEST_JOBS ?= -n auto --dist loadfile
+PYTEST_JOBS ?= -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm assets test test-vllm check sanitize demo bench bench-vllm docs clean
