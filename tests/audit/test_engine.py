@@ -8,7 +8,7 @@ from paceline.audit.drafting import ToyDrafter
 from paceline.audit.engine import ToyEngine
 from paceline.audit.toys import blurred, fixture, markov, response_law, toy_drafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.schema import Grammar, PacelineError, RolloutRequest, SamplingParams, as_tokens
 from scripted import ScriptedDrafter, random_trees
 

@@ -14,7 +14,7 @@ import torch
 from broken.registry import BROKEN, CONTROLS, falling_logits, top_two_drafter, top_two_policy
 from paceline.audit.engine import ToyEngine
 from paceline.audit.toys import ToyPolicy, constant, fixture, markov, response_law, tail, toy_drafter
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.sampling.processors import Spec
 from paceline.sampling.rows import VerifyRow, chain_parents
 from paceline.schema import Rollout, RolloutRequest, SamplingParams, as_tokens

@@ -16,8 +16,8 @@ import torch
 from paceline.audit.toys import ToyPolicy, last_two
 from paceline.budget.allocate import pruned
 from paceline.drafters.base import Drafter
-from paceline.engines.hf.intake import Limits, expand, start_grammar
 from paceline.engines.hf.row import Row
+from paceline.engines.intake import Limits, expand, start_grammar
 from paceline.sampling.accept import Verdict, VerifyRow, accept, chain_parents, depths
 from paceline.sampling.processors import Spec
 from paceline.sampling.stops import Cut, Decode, cut

@@ -15,7 +15,7 @@ from paceline.audit.subject import Subject
 from paceline.audit.toys import ToyPolicy, response_law
 from paceline.audit.verdict import Sums, certify
 from paceline.engines.base import Engine
-from paceline.engines.hf.intake import RequestError, expand
+from paceline.engines.intake import RequestError, expand
 from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest, SamplingParams, as_tokens
 
 _REFUSALS = "refusals"

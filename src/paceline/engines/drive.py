@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.engines.base import Engine
-from paceline.engines.hf.intake import expand
+from paceline.engines.intake import expand
 from paceline.schema import Rollout, RolloutRequest
 
 

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from paceline.engines.generate_checks import ASSISTANT, LOOKUP, check_honoured, check_reach
 from paceline.engines.guard import check_lossless
-from paceline.engines.hf.intake import Limits, default_eos_ids, expand
+from paceline.engines.intake import Limits, default_eos_ids, expand
 from paceline.forward.runner import copy_weights
 from paceline.sampling.accept import LogitsError
 from paceline.sampling.stops import Decode, cut

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.schema import PacelineError, RolloutRequest, SamplingParams
 
 #: What ``generate`` is asked to honour; any other parameter that is set is refused.

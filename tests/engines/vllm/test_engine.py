@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config import DrafterConfig, VllmConfig
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.engines.vllm.front import VllmError
 from paceline.schema import RolloutRequest, SamplingParams, derive_seed
 from vllm_engines import CHARACTERS, Reference, requests, running, save_tiny, save_tokenizer

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from paceline.config import DrafterConfig
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.schema import Grammar, SamplingParams
 from vllm_engines import CHARACTERS, VOCABULARY, Reference, requests, running, save_tiny, save_tokenizer
 

@@ -1,7 +1,7 @@
 """The reference engine on transformers: continuous batching, per-row KV, chains and trees."""
 
 from paceline.engines.hf.engine import HFEngine
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.forward.runner import UnsupportedModelError, WeightsError
 
 __all__ = ["HFEngine", "RequestError", "UnsupportedModelError", "WeightsError"]

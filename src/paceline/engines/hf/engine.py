@@ -21,11 +21,11 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.engines.drive import generate
 from paceline.engines.guard import check_lossless, verification
-from paceline.engines.hf.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.engines.hf.schedule import Scheduler, Share
 from paceline.engines.hf.watch import Watch
+from paceline.engines.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.sentinel import Sentinel
 from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner

@@ -11,7 +11,7 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.forced import ForcedDrafter
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.drafters.history import HistoryDrafter
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.engines.sentinel import Part
 from paceline.forward.checksum import checksums
 from paceline.schema import Rollout, RolloutRequest

@@ -12,7 +12,7 @@ import msgspec
 
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig
 from paceline.engines.drive import generate
-from paceline.engines.hf.intake import Limits, expand
+from paceline.engines.intake import Limits, expand
 from paceline.engines.sentinel import Sentinel
 from paceline.engines.vllm import params as vllm_params
 from paceline.engines.vllm.counts import PassCounts

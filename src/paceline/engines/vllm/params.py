@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.engines.vllm.failures import refusals
 from paceline.schema import Grammar, RolloutRequest, SamplingParams, derive_seed
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.engines.hf.intake import RequestError
+from paceline.engines.intake import RequestError
 from paceline.engines.sentinel import Part
 from paceline.engines.vllm.front import Front
 from paceline.engines.vllm.launch import PLUGIN_KINDS
