@@ -16,8 +16,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 #: Where an emitted token came from. 0: the policy's own sample beyond any draft; others: a draft that was accepted,
 #: copied from the request's own text (``prompt``), a sibling in flight, an earlier rollout, another drafter, or
-#: answers to other prompts (``elsewhere``), or the only token that a grammar allowed (``forced``).
-SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "elsewhere", "forced")
+#: answers to other prompts (``elsewhere``), the only token that a grammar allowed (``forced``), or a model that drafts,
+#: a head of the policy's among them (``model``).
+SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "elsewhere", "forced", "model")
 
 #: Requests whose ids begin so are the sentinel's: nothing is remembered of them, and their rollouts end as ``abort``.
 CANARY = "canary/"

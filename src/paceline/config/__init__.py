@@ -14,12 +14,16 @@ import msgspec
 
 from paceline import typed_yaml
 from paceline.config.base import Section, require
+from paceline.config.cotrain import CotrainConfig as CotrainConfig
+from paceline.config.drafter import HEADS as HEADS
 from paceline.config.drafter import INSIDE_VLLM as INSIDE_VLLM
+from paceline.config.drafter import MODELS as MODELS
 from paceline.config.drafter import BudgetConfig as BudgetConfig
 from paceline.config.drafter import DrafterConfig as DrafterConfig
 from paceline.config.drafter import DraftModelConfig as DraftModelConfig
 from paceline.config.drafter import HeadConfig as HeadConfig
 from paceline.config.drafter import HistoryConfig as HistoryConfig
+from paceline.config.drafter import HybridConfig as HybridConfig
 from paceline.config.drafter import PromptLookupConfig as PromptLookupConfig
 from paceline.config.engine import EngineConfig as EngineConfig
 from paceline.config.engine import PluginConfig as PluginConfig
@@ -156,6 +160,7 @@ class Config(Section):
     drafter: DrafterConfig = msgspec.field(default_factory=DrafterConfig)
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     rl: RLConfig = msgspec.field(default_factory=RLConfig)
+    cotrain: CotrainConfig = msgspec.field(default_factory=CotrainConfig)
     check: CheckConfig = msgspec.field(default_factory=CheckConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
 
@@ -222,6 +227,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "engine.sentinel",
     "drafter",
     "budget",
+    "cotrain",
     "check",
     "checkpoint",
     "rl.steps",

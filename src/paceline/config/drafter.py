@@ -56,12 +56,43 @@ class HistoryConfig(Section):
 
 
 class HeadConfig(Section):
-    """A head that drafts inside vLLM: the directory or hub id of its weights; null where the policy brings it along."""
+    """A head that drafts from the policy's hidden states, for the kinds ``eagle3``, ``mtp`` and ``block``.
+
+    ``path`` is the directory or hub id of its weights. Where it is null an ``mtp`` head is the one that the policy's
+    checkpoint brings along, if it does, and any other starts as ``init`` says: ``random``, or from the ``policy``'s own
+    last layers. ``taps`` are the layers whose outputs it reads, by 0-based number (empty: the kind's own choice),
+    ``layers`` how many it has itself, ``vocabulary`` how many of the policy's tokens it can draft (0: all of them),
+    ``block`` how many tokens a block head drafts in one pass, and ``width`` how many children a node of a draft has.
+    """
 
     path: str | None = None
+    init: Literal["random", "policy"] = "policy"
+    taps: tuple[int, ...] = ()
+    layers: int = 1
+    vocabulary: int = 0
+    block: int = 8
+    width: int = 1
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        require(self.path != "", "path", self.path, "a directory or a hub id, or null for the policy's own head")
+        require(self.path != "", "path", self.path, "a directory or a hub id, or null for none")
+        rising = all(a < b for a, b in zip(self.taps, self.taps[1:], strict=False))
+        require(rising and all(tap >= 0 for tap in self.taps), "taps", self.taps, "rising numbers of layers, from 0")
+        require(self.layers >= 1, "layers", self.layers, ">= 1")
+        require(self.vocabulary >= 0, "vocabulary", self.vocabulary, ">= 0 (0 is the policy's)")
+        require(2 <= self.block <= 64, "block", self.block, "in [2, 64]")
+        require(1 <= self.width <= 64, "width", self.width, "in [1, 64] (1 drafts chains)")
+
+
+class HybridConfig(Section):
+    """History and a ``model`` that drafts, together: for each request what is worth most at the moment.
+
+    With ``graft`` history goes on below what the model drafts, with ``extend`` the model goes on where history ends.
+    """
+
+    model: Literal["eagle3", "mtp", "block", "draft_model"] = "eagle3"
+    graft: bool = True
+    extend: bool = True
 
 
 class DraftModelConfig(Section):
@@ -75,21 +106,37 @@ class DraftModelConfig(Section):
         require(1 <= self.width <= 64, "width", self.width, "in [1, 64] (1 drafts chains)")
 
 
-#: Kinds of drafter that are vLLM's own and run inside it.
-INSIDE_VLLM = ("ngram", "suffix", "eagle3", "mtp")
+#: Kinds of drafter that are vLLM's own and run inside it only.
+INSIDE_VLLM = ("ngram", "suffix")
+#: Kinds that draft with a head of the policy's, and all kinds that draft with a model, which training can move.
+HEADS = ("eagle3", "mtp", "block")
+MODELS = (*HEADS, "draft_model")
+
+Kind = Literal[
+    "none",
+    "prompt_lookup",
+    "history",
+    "draft_model",
+    "forced",
+    "ngram",
+    "suffix",
+    "eagle3",
+    "mtp",
+    "block",
+    "hybrid",
+]
 
 
 class DrafterConfig(Section):
     """Who drafts. ``budget`` is the most tokens drafted for one request in one pass.
 
-    With ``forced``, what a request's grammar forces is drafted too; ``kind`` "forced" drafts nothing else. ``ngram``,
-    ``suffix``, ``eagle3`` and ``mtp`` are vLLM's own drafters; ``ngram`` takes its lengths from ``prompt_lookup``.
-    With ``isolate`` the drafter works in a process of its own, so that its end costs drafts and nothing else.
+    With ``forced``, what a request's grammar forces is drafted too; ``kind`` "forced" drafts nothing else. ``ngram``
+    and ``suffix`` are vLLM's own drafters; ``ngram`` takes its lengths from ``prompt_lookup``. ``eagle3``, ``mtp`` and
+    ``block`` are heads, ``hybrid`` joins history and a model that drafts. With ``isolate`` the drafter works in a
+    process of its own, so that its end costs drafts and nothing else.
     """
 
-    kind: Literal["none", "prompt_lookup", "history", "draft_model", "forced", "ngram", "suffix", "eagle3", "mtp"] = (
-        "history"
-    )
+    kind: Kind = "history"
     budget: int = 16
     forced: bool = True
     isolate: bool = False
@@ -97,12 +144,17 @@ class DrafterConfig(Section):
     prompt_lookup: PromptLookupConfig = msgspec.field(default_factory=PromptLookupConfig)
     draft_model: DraftModelConfig = msgspec.field(default_factory=DraftModelConfig)
     head: HeadConfig = msgspec.field(default_factory=HeadConfig)
+    hybrid: HybridConfig = msgspec.field(default_factory=HybridConfig)
+
+    @property
+    def model_kind(self) -> str | None:
+        """The kind of model that drafts, alone or beside history; None where none does."""
+        kind = self.hybrid.model if self.kind == "hybrid" else self.kind
+        return kind if kind in MODELS else None
 
     def __post_init__(self) -> None:
-        is_named = self.kind != "draft_model" or bool(self.draft_model.path.strip())
+        is_named = self.model_kind != "draft_model" or bool(self.draft_model.path.strip())
         require(is_named, "draft_model.path", self.draft_model.path, "a model directory or a hub id")
-        has_head = self.kind != "eagle3" or self.head.path is not None
-        require(has_head, "head.path", self.head.path, "the directory or hub id of an EAGLE-3 head")
         require(self.budget >= 0, "budget", self.budget, ">= 0")
         separable = not self.isolate or self.kind in ("none", "history", "prompt_lookup")
         require(

@@ -1,8 +1,8 @@
 """The seam between an engine and whoever proposes its drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from paceline.history.snapshot import Snapshot
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest
@@ -44,6 +44,63 @@ class Renewable(Protocol):
 
     def fresh(self) -> Drafter:
         """A drafter of the same settings with nothing in flight."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the policy computed of a request: the tapped states of its positions from ``start`` on.
+
+    ``states`` is a torch tensor (N, S): for each position the outputs of the tapped layers, one after the other.
+    """
+
+    request_id: str
+    start: int
+    states: Any
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """What a drafter offers that drafts from the policy's hidden states."""
+
+    def attach(self, policy: Any) -> tuple[int, ...]:
+        """Meet the engine's model, whose embeddings and output matrix may be read; returns the layers to be tapped.
+
+        A layer is named by its 0-based number and stands for its output; ``forward.taps.FINAL`` is what the output
+        matrix reads.
+        """
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """States of committed tokens, in order and without gaps; a ``start`` that was seen before voids what followed.
+
+        All states that there are of the requests of the next ``propose``, the token that was committed last excepted.
+        """
+
+
+@runtime_checkable
+class Learned(Protocol):
+    """What a drafter offers that is a model with weights of its own."""
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """The weights in use, torch tensors by their names in the drafter's checkpoint."""
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the policy that the weights were made for."""
+
+    def load_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Take over weights made for ``version``. WeightsError, with nothing loaded, where they do not fit."""
+
+    def reload(self) -> bool:
+        """Load again what was loaded last; False where there is no such place."""
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """What a drafter offers whose drafts take time, so that it stops where a deeper one does not pay."""
+
+    def pace(self, tokens_per_second: float) -> None:
+        """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
 
 
 @runtime_checkable

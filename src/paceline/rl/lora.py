@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.config import LoraConfig, PolicyConfig
+from paceline.forward.layers import decoder_layers
 from paceline.rl.models import ModelError
 
 _ADAPTER = "default"
@@ -38,18 +39,6 @@ _PLAIN = {
     "alpha_pattern": {},
     "layer_replication": None,
 }
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Name and list of the decoder layers: the only list of as many modules as the configuration counts layers.
-
-    Raises ModelError where there is no such list.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    raise ModelError(f"{type(model).__name__}: no list of {count} decoder layers was found; set policy.lora=null")
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paceline.forward.layers import decoder_layers
 from paceline.rl import packing
-from paceline.rl.lora import decoder_layers
 from paceline.schema import Tokens, as_tokens
 
 # Logits of this many elements (64 MB in float32) are made at a time, so that temporaries stay small.

@@ -1,0 +1,1 @@
+"""Heads: small models that draft from the policy's hidden states."""
