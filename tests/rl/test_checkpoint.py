@@ -2,11 +2,13 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 
 import pytest
 import torch
+import xxhash
 
 from paceline.rl import checkpoint
 
@@ -111,7 +113,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
 @pytest.mark.parametrize("moment", ["before the old one moves", "while it is aside", "before it is deleted"])
 def test_replacing_the_same_step_never_leaves_none(tmp_path, monkeypatch, moment):
     save(tmp_path, 5, scale=1.0)
-    replace, rmtree, calls = os.replace, checkpoint.shutil.rmtree, []
+    replace, rmtree, calls = os.replace, shutil.rmtree, []
 
     class KilledError(BaseException):
         pass
@@ -127,9 +129,9 @@ def test_replacing_the_same_step_never_leaves_none(tmp_path, monkeypatch, moment
             raise KilledError
         rmtree(path, **kwargs)
 
-    monkeypatch.setattr(checkpoint.os, "replace", counted)
+    monkeypatch.setattr(os, "replace", counted)
     if moment == "before it is deleted":
-        monkeypatch.setattr(checkpoint.shutil, "rmtree", kept)
+        monkeypatch.setattr(shutil, "rmtree", kept)
     with pytest.raises(KilledError):
         save(tmp_path, 5, scale=2.0)
     monkeypatch.undo()
@@ -203,7 +205,7 @@ def test_a_marker_that_points_outside_is_refused(tmp_path):
     secret = tmp_path / "secret.blob"
     secret.write_bytes(b"secret")
     (path / "COMPLETE").write_text(
-        json.dumps(hashes | {"../secret.blob": checkpoint.xxhash.xxh3_64_hexdigest(b"secret")})
+        json.dumps(hashes | {"../secret.blob": xxhash.xxh3_64_hexdigest(b"secret")})
     )
     assert checkpoint.load_latest(tmp_path, Events()).step == 1
 

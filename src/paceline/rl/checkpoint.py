@@ -6,7 +6,6 @@ and renamed, so a process killed at any moment leaves the previous checkpoint an
 """
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
+from paceline.report.folders import file_hash, put_in_place, write_synced
 from paceline.report.trace import sync_folder
 from paceline.rl.layout import BLOB, MARKER, newest_first
 
@@ -28,7 +27,6 @@ _META, _TENSORS = "meta.json", ".safetensors"
 _SCRATCH = ".writing-"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|blob|json)")
-_CHUNK_BYTES = 1 << 22
 
 Warn = Callable[[str, str], None]
 """Receives an event's name (``checkpoint_not_saved``, ``checkpoint_skipped``) and one line that says what happened."""
@@ -76,15 +74,15 @@ def save(
             fresh = Path(scratch) / "checkpoint"
             fresh.mkdir()
             hashes = {
-                f"{group}{_TENSORS}": _write(fresh / f"{group}{_TENSORS}", _serialise(group_tensors))
+                f"{group}{_TENSORS}": write_synced(fresh / f"{group}{_TENSORS}", _serialise(group_tensors))
                 for group, group_tensors in tensors.items()
             }
             for name, blob in (blobs or {}).items():
-                hashes[f"{name}{BLOB}"] = _write(fresh / f"{name}{BLOB}", blob)
-            hashes[_META] = _write(fresh / _META, json.dumps({**meta, "step": step}, indent=2).encode())
-            _write(fresh / MARKER, json.dumps(hashes, indent=2).encode())
+                hashes[f"{name}{BLOB}"] = write_synced(fresh / f"{name}{BLOB}", blob)
+            hashes[_META] = write_synced(fresh / _META, json.dumps({**meta, "step": step}, indent=2).encode())
+            write_synced(fresh / MARKER, json.dumps(hashes, indent=2).encode())
             sync_folder(fresh)
-            _put_in_place(fresh, target)
+            put_in_place(fresh, target)
     except OSError as error:
         warn("checkpoint_not_saved", f"step {step} was not saved in {directory}: {error}; the run goes on without it")
         return None
@@ -131,7 +129,7 @@ def _load(path: Path) -> Checkpoint:
     for name, expected in hashes.items():
         if not _FILE.fullmatch(name):
             raise ValueError(f"{MARKER} lists {name!r}, which is no file of a checkpoint")
-        if _hash(path / name) != expected:
+        if file_hash(path / name) != expected:
             raise ValueError(f"{name} is corrupt: its hash is not the one in {MARKER}")
         if name.endswith(_TENSORS):
             tensors[name.removesuffix(_TENSORS)] = safetensors.torch.load_file(path / name)
@@ -144,33 +142,6 @@ def _load(path: Path) -> Checkpoint:
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
     # Written by hand rather than by safetensors, so that a full disk is an OSError and the file can be synced.
     return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-
-
-def _write(path: Path, content: bytes) -> str:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return xxhash.xxh3_64_hexdigest(content)
-
-
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _put_in_place(fresh: Path, target: Path) -> None:
-    """Rename; an older checkpoint of the same step stays readable as ``.old`` until the new one is there."""
-    aside = target.with_name(f"{target.name}.old")
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(target, aside)
-    os.replace(fresh, target)
-    sync_folder(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def clear(directory: Path) -> None:
