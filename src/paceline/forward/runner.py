@@ -121,18 +121,24 @@ def copy_weights(
     ``expected`` names the parameters that every set must hold (None: all of them, tied ones once). Raises
     WeightsError, before anything is written, that names the first tensor missing, unknown or of another shape.
     """
-    own = dict(model.named_parameters())
+    copy_tensors(dict(model.named_parameters()), tensors, expected, "policy")
+
+
+def copy_tensors(
+    own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None, whose: str
+) -> None:
+    """Copy ``tensors`` over those of the same name in ``own``, the weights of the ``whose``; as ``copy_weights``."""
     missing = sorted((frozenset(own) if expected is None else expected) - set(tensors))
     unknown = sorted(set(tensors) - set(own))
     if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the policy does not have"
+        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the {whose} does not have"
         raise WeightsError(
             f"the set of weights {what} ({len(missing)} missing, {len(unknown)} unknown); none was loaded"
         )
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             raise WeightsError(
-                f"{name} has shape {tuple(tensor.shape)}, the policy's is {tuple(own[name].shape)}; none was loaded"
+                f"{name} has shape {tuple(tensor.shape)}, the {whose}'s is {tuple(own[name].shape)}; none was loaded"
             )
     with torch.no_grad():
         for name, tensor in tensors.items():

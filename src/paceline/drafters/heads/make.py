@@ -1,0 +1,85 @@
+"""Makes a head for a policy: from files, from the policy's own last layer, or from nothing."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.config import HeadConfig
+from paceline.drafters.heads.base import Head, HeadKind
+from paceline.drafters.heads.eagle3 import Eagle3Head
+from paceline.drafters.heads.llama import llama_config
+from paceline.forward.layers import decoder_layers
+from paceline.forward.pretrained import ModelError
+from paceline.schema import derive_seed
+
+
+def make_head(
+    kind: HeadKind, config: HeadConfig, policy: PreTrainedModel, seed: int, counts: npt.NDArray[np.int64] | None = None
+) -> Head:
+    """A head of ``kind``, bound to ``policy``, on its device and in ``config.dtype``; without gradients asked for.
+
+    What starts at random is a function of ``seed``. ``counts``, (V,), say how often each token of the policy occurs,
+    for the draft vocabulary. Raises ModelError for settings that the policy cannot meet and for files that do not fit.
+    """
+    if kind != "eagle3":
+        raise ModelError(f"drafter.kind={kind}: no such head")
+    head = _eagle3(config, policy, seed, counts)
+    head.bind(policy)
+    head.to(device=policy.device, dtype=getattr(torch, config.dtype))
+    return head.requires_grad_(False)
+
+
+def choose_vocabulary(counts: npt.NDArray[np.int64] | None, size: int, policy: PreTrainedModel) -> Tensor | None:
+    """The policy's ``size`` most frequent tokens, rising, (Vd,) int64; None for all of them (0, or as many as all).
+
+    What ends a text is always among them, and of equally frequent tokens the lower ids, which in a byte-pair vocabulary
+    are the older merges: so without ``counts`` the lowest ids.
+    """
+    text = policy.config.get_text_config()
+    whole = int(text.vocab_size)
+    if size == 0 or size >= whole:
+        return None
+    rank = np.zeros(whole, np.int64) if counts is None else np.asarray(counts, np.int64).copy()
+    ends = [text.eos_token_id, getattr(policy.generation_config, "eos_token_id", None)]
+    for end in ends:
+        rank[[] if end is None else end] = np.iinfo(np.int64).max
+    return torch.from_numpy(np.sort(np.argsort(-rank, kind="stable")[:size]))
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """EAGLE-3's choice of three layers, low, middle and high; of a shallow policy its last ones, each once."""
+    if layers < 7:
+        return tuple(range(max(layers - 3, 0), layers))
+    return 1, layers // 2 - 1, layers - 4
+
+
+def _eagle3(config: HeadConfig, policy: PreTrainedModel, seed: int, counts: npt.NDArray[np.int64] | None) -> Eagle3Head:
+    _, layers = decoder_layers(policy)
+    vocabulary = choose_vocabulary(counts, config.vocabulary, policy)
+    taps = config.taps or default_taps(len(layers))
+    head = Eagle3Head(llama_config(policy, config.layers), taps, vocabulary)
+    randomise(head, derive_seed("head", seed))
+    if config.init == "policy":
+        start_from_policy(head, policy)
+    return head
+
+
+def randomise(module: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Normal weights of deviation ``std``, a function of ``seed``; norms are 1."""
+    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(std))
+            else:
+                parameter.fill_(1.0)
+
+
+def start_from_policy(head: Eagle3Head, policy: PreTrainedModel) -> None:
+    """Output matrix and norms of the policy, and its last layer's weights where they fit."""
+    ids = head.policy_ids()
+    with torch.no_grad():
+        matrix = policy.get_output_embeddings().weight
+        head.lm_head.weight.copy_(matrix if ids is None else matrix[ids.to(matrix.device)])
