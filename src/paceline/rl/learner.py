@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import RLConfig
+from paceline.forward.optimiser import Optimiser
 from paceline.rl import grpo, packing
-from paceline.rl.optimiser import Optimiser
 from paceline.rl.policy import Policy
 from paceline.schema import Tokens
 
@@ -63,7 +63,9 @@ class Learner:
                     "the KL reference is the initial policy: build the learner before loading a checkpoint"
                 )
             self._reference = {name: p.detach().clone() for name, p in policy.trainable()}
-        self.optimiser = Optimiser(policy, config.lr, config.weight_decay, config.max_grad_norm, config.warmup_steps)
+        self.optimiser = Optimiser(
+            policy.trainable(), config.lr, config.weight_decay, config.max_grad_norm, config.warmup_steps
+        )
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Move the policy by ``inner_updates`` optimiser steps on the batch; returns the step's metrics.
@@ -167,6 +169,7 @@ class Learner:
         lr = self.optimiser.lr()
         norm = self.optimiser.step()
         if math.isfinite(norm):
+            self.policy.pristine = False
             sums["grad_norm"] += norm
             sums["steps"] += 1
             sums["lr"] = lr

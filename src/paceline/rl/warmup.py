@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from paceline.config import Config, ConfigError, TaskConfig
+from paceline.forward.optimiser import Optimiser
 from paceline.rl import packing
-from paceline.rl.optimiser import Optimiser
 from paceline.rl.policy import Policy
 from paceline.rl.tasks import Prompt, Task, make_task
 from paceline.schema import Tokens, as_tokens, derive_seed
@@ -60,7 +60,7 @@ def warmup(
         raise ConfigError(f"out={directory}: cannot be made: {error.strerror}; choose another folder") from None
     policy = Policy.load(config.policy, config.seed)
     prompts, answers, reused = _examples(config, policy, steps * batch)
-    optimiser = Optimiser(policy, lr, max_grad_norm=config.rl.max_grad_norm)
+    optimiser = Optimiser(policy.trainable(), lr, max_grad_norm=config.rl.max_grad_norm)
     losses = []
     for step in range(steps):
         rows = [(step * batch + i) % len(prompts) for i in range(batch)]

@@ -1,39 +1,43 @@
-"""AdamW over a policy's trained weights: float32 masters where needed, clipping, warm-up, and a flat state to save."""
+"""AdamW over a model's trained weights: float32 masters where needed, clipping, a schedule, a flat state to save."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.rl.models import ModelError
-from paceline.rl.policy import Policy
+from paceline.forward.pretrained import ModelError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Optimiser:
-    """AdamW (Loshchilov and Hutter 2019); weight decay leaves vectors (norms, biases) alone.
+    """AdamW (Loshchilov and Hutter 2019) over named ``parameters``; weight decay leaves vectors (norms, biases) alone.
 
     A weight in 16 bits cannot take a step of a thousandth of itself, so such weights have float32 masters: the step is
-    taken on those, and the policy gets them rounded.
+    taken on those, and the model gets them rounded. The rate rises over ``warmup_steps`` and is constant then, or
+    falls as a ``cosine`` to 0 after ``schedule_steps`` steps.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        parameters: Iterable[tuple[str, nn.Parameter]],
         lr: float,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         warmup_steps: int = 0,
+        schedule: Literal["constant", "cosine"] = "constant",
+        schedule_steps: int = 0,
     ) -> None:
-        self.policy = policy
         self.updates = 0
+        self._parameters = dict(parameters)
         self._lr, self._warmup_steps, self._max_grad_norm = lr, warmup_steps, max_grad_norm
+        self._schedule, self._schedule_steps = schedule, schedule_steps
         self._masters = {
             name: parameter.detach().float() if parameter.dtype in _NARROW else parameter
-            for name, parameter in policy.trainable()
+            for name, parameter in self._parameters.items()
         }
         decayed = [master for master in self._masters.values() if master.ndim >= 2]
         others = [master for master in self._masters.values() if master.ndim < 2]
@@ -41,18 +45,21 @@ class Optimiser:
         self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
 
     def lr(self) -> float:
-        """The learning rate of the next step: a linear warm-up, then constant."""
-        return self._lr * min(1.0, (self.updates + 1) / max(self._warmup_steps, 1))
+        """The learning rate of the next step."""
+        lr = self._lr * min(1.0, (self.updates + 1) / max(self._warmup_steps, 1))
+        if self._schedule == "constant":
+            return lr
+        passed = (self.updates - self._warmup_steps) / (self._schedule_steps - self._warmup_steps)
+        return lr * (1 + math.cos(math.pi * min(max(passed, 0.0), 1.0))) / 2
 
     def step(self) -> float:
-        """Clip the gradient that the policy holds, take a step and clear it; returns its norm before clipping.
+        """Clip the gradient that the model holds, take a step and clear it; returns its norm before clipping.
 
         Where the norm is not finite no step is taken.
         """
-        parameters = dict(self.policy.trainable())
         for name, master in self._masters.items():
-            if master is not parameters[name]:
-                own = parameters[name].grad
+            if master is not self._parameters[name]:
+                own = self._parameters[name].grad
                 master.grad = None if own is None else own.float()
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._max_grad_norm))
         if math.isfinite(norm):
@@ -60,18 +67,17 @@ class Optimiser:
                 group["lr"] = self.lr()
             self._adamw.step()
             self.updates += 1
-            self.policy.pristine = False
         with torch.no_grad():
             for name, master in self._masters.items():
-                parameters[name].grad = master.grad = None
-                if master is not parameters[name]:
-                    parameters[name].copy_(master)
+                self._parameters[name].grad = master.grad = None
+                if master is not self._parameters[name]:
+                    self._parameters[name].copy_(master)
         return norm
 
     def state(self) -> dict[str, Tensor]:
         """A flat dict of CPU tensors: the count of steps, the moments, and the masters where there are any."""
         tensors = {"updates": torch.tensor(self.updates)}
-        for name, parameter in self.policy.trainable():
+        for name, parameter in self._parameters.items():
             master = self._masters[name]
             if master is not parameter:
                 tensors[f"{name}.master"] = master.detach().cpu().clone()
@@ -84,7 +90,7 @@ class Optimiser:
         updates = int(_fitting(tensors, "updates", torch.Size()))
         masters: dict[Tensor, Tensor] = {}
         moments: dict[Tensor, dict[str, Tensor]] = {}
-        for name, parameter in self.policy.trainable():
+        for name, parameter in self._parameters.items():
             master = self._masters[name]
             if master is not parameter:
                 masters[master] = _fitting(tensors, f"{name}.master", master.shape)
