@@ -1,0 +1,203 @@
+"""Heads on disk: what a directory that was made for vLLM, SGLang or speculators says, in paceline's terms.
+
+A tap is the output of a layer, counted from 0. Files count otherwise: ``eagle_aux_hidden_state_layer_ids`` at the top
+of ``config.json``, which vLLM and speculators read, names k + 1 for it (the layer that takes it in), and the same key
+in ``eagle_config``, which SGLang reads, names k. vLLM falls back on the second and takes it for the first: a directory
+that has only the second means different layers to the two engines, and is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import LlamaConfig
+
+from paceline.drafters.heads.base import HeadKind
+from paceline.forward.pretrained import ModelError, model_source, one_line
+from paceline.report.folders import aside_of, file_hash
+
+#: What paceline writes beside the engines' own files, last: who made it of what, and the hash of every other file.
+METADATA = "paceline.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+#: What a tap is called in a file, less its number among layers' outputs.
+TAP_OFFSETS: Mapping[str, int] = {"vllm": 1, "sglang": 0, "speculators": 1}
+IDS = "eagle_aux_hidden_state_layer_ids"
+Format = Literal["vllm", "sglang", "speculators"]
+
+_INDEX = "model.safetensors.index.json"
+#: Switches of other heads that would compute something else from the same weights, and what they must say.
+_PLAIN: Mapping[str, Any] = {
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "logit_scale": 1.0,
+}
+#: What of a configuration is about the head's own layers.
+_LAYER_KEYS = frozenset(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act"
+    " max_position_embeddings rms_norm_eps rope_parameters rope_theta rope_scaling initializer_range bos_token_id"
+    " eos_token_id pad_token_id".split()
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A head as files hold it: its layers' configuration, its taps, and its weights by ``Head.checkpoint``'s names.
+
+    ``taps`` None: the files do not say. It was made for ``version`` of the model that ``policy`` names.
+    """
+
+    kind: HeadKind
+    config: LlamaConfig
+    taps: tuple[int, ...] | None
+    tensors: dict[str, Tensor] = field(repr=False)
+    policy: str = ""
+    version: int = 0
+
+
+def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
+    """The head in a directory or of a hub id, whoever wrote it; ``taps`` go before what its files say.
+
+    ModelError, one line, for what is no such directory, was not written to the end, has no safetensors, or is a head
+    that paceline has no counterpart of, by the key that says so.
+    """
+    folder = _folder(path)
+    metadata = _metadata(folder)
+    config = _json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / CONFIG}: not a head's configuration")
+    tensors = _tensors(folder)
+    if "speculators_model_type" in config:
+        config = {"norm_before_residual": True, **config, **config.get("transformer_layer_config", {})}
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    kind = _kind(config, folder)
+    _refuse_others(config, folder)
+    if metadata and not taps:
+        taps = tuple(int(tap) for tap in metadata["taps"])
+    return Stored(
+        kind=kind,
+        config=_layers(config, tensors),
+        taps=taps or _taps(config, folder),
+        tensors=_without_identity(tensors, int(config["vocab_size"])),
+        policy=str(metadata.get("policy", "")),
+        version=int(metadata.get("version", 0)),
+    )
+
+
+def _folder(path: str | Path) -> Path:
+    folder = Path(path).expanduser()
+    if not folder.exists() and aside_of(folder).is_dir():
+        folder = aside_of(folder)  # a process was killed while it replaced the head
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise ModelError(f"{path}: no {CONFIG} in this directory; give the directory of a head")
+        return folder
+    source = model_source(str(path), "drafter.head.path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ModelError(f"{path}: cannot be fetched from the hub: {one_line(error)}") from None
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    """What paceline said of the directory, once every file has the hash that it had; empty where another wrote it."""
+    if not (folder / METADATA).is_file():
+        return {}
+    metadata: dict[str, Any] = _json(folder / METADATA)
+    for name, expected in metadata["files"].items():
+        if Path(name).name != name or not (folder / name).is_file() or file_hash(folder / name) != expected:
+            raise ModelError(f"{folder / name}: not the file that {METADATA} was written for; export the head again")
+    return metadata
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read: {one_line(error)}") from None
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / _INDEX).is_file():
+        files = sorted({folder / name for name in _json(folder / _INDEX)["weight_map"].values()})
+    if not files:
+        raise ModelError(f"{folder}: no safetensors file, and no other is ever loaded; convert the head's weights")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            found.update(safetensors.torch.load_file(file))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: cannot be read: {one_line(error)}") from None
+    return found
+
+
+def _kind(config: Mapping[str, Any], folder: Path) -> HeadKind:
+    named = str(config.get("speculators_model_type", next(iter(config.get("architectures") or ()), ""))).lower()
+    if "eagle3" in named:
+        return "eagle3"
+    raise ModelError(
+        f"{folder / CONFIG}: {named or 'no architecture'} is no head that paceline knows; it knows EAGLE-3"
+    )
+
+
+def _refuse_others(config: Mapping[str, Any], folder: Path) -> None:
+    """ModelError where the same weights mean another computation than ours."""
+    for key, plain in _PLAIN.items():
+        if (config.get(key) or plain) != plain:
+            raise ModelError(
+                f"{folder / CONFIG}: {key}={config[key]!r}, and paceline's head has {plain!r}; train another"
+            )
+    if config.get("model_type", "llama") != "llama":
+        raise ModelError(f"{folder / CONFIG}: layers of {config['model_type']}, and paceline's heads are Llama's")
+    width = config.get("target_hidden_size") or config["hidden_size"]
+    if width != config["hidden_size"]:
+        raise ModelError(f"{folder / CONFIG}: target_hidden_size={width} for a head of {config['hidden_size']}")
+    if not (config.get("eagle_config") or {}).get("use_aux_hidden_state", True):
+        raise ModelError(f"{folder / CONFIG}: use_aux_hidden_state=false: a head of the last state only")
+
+
+def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    made: LlamaConfig = LlamaConfig.from_dict({key: value for key, value in config.items() if key in _LAYER_KEYS})
+    made.draft_vocab_size = config.get("draft_vocab_size") or len(tensors.get("lm_head.weight", ())) or made.vocab_size
+    made.architectures = ["LlamaForCausalLMEagle3"]
+    return made
+
+
+def _taps(config: Mapping[str, Any], folder: Path) -> tuple[int, ...] | None:
+    """The taps by the only key that means the same to everyone who reads it; None where no key names any."""
+    named = config.get(IDS)
+    if named:
+        taps = tuple(int(layer) - TAP_OFFSETS["vllm"] for layer in named)
+        if min(taps) < 0:
+            raise ModelError(
+                f"{folder / CONFIG}: {IDS}={named} has the embeddings, which no tap reads; train another head"
+            )
+        return taps
+    ambiguous = (config.get("eagle_config") or {}).get(IDS)
+    if ambiguous:
+        outputs, inputs = [int(i) for i in ambiguous], [int(i) - 1 for i in ambiguous]
+        raise ModelError(
+            f"{folder / CONFIG}: eagle_config names layers {ambiguous}, of which SGLang takes the outputs and vLLM the "
+            f"inputs; say which it was trained on: drafter.head.taps={outputs} or {inputs}"
+        )
+    return None
+
+
+def _without_identity(tensors: dict[str, Tensor], vocabulary: int) -> dict[str, Tensor]:
+    """The tensors less a mapping of the vocabulary onto itself."""
+    d2t = tensors.get("d2t")
+    if d2t is None or (len(d2t) == vocabulary and not d2t.any()):
+        return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    return tensors
