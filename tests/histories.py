@@ -69,6 +69,14 @@ class Tree(NamedTuple):
         return path
 
 
+def trees(proposals):
+    tokens, parents, probs, sources, offsets, ready = (part.tolist() for part in proposals)
+    return [
+        Tree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b], bool(ready[i]))
+        for i, (a, b) in enumerate(pairwise(offsets))
+    ]
+
+
 class Told:
     """A history, with lists instead of flat arrays."""
 
@@ -81,12 +89,14 @@ class Told:
     def raw(self, requests, budget=16):
         return self.history.propose_batch(int64s(requests), budget)
 
+    def raw_after(self, requests, texts, budget=16):
+        return self.history.propose_after_batch(int64s(requests), *flat(texts), budget)
+
     def propose(self, requests, budget=16):
-        tokens, parents, probs, sources, offsets, ready = (part.tolist() for part in self.raw(requests, budget))
-        return [
-            Tree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b], bool(ready[i]))
-            for i, (a, b) in enumerate(pairwise(offsets))
-        ]
+        return trees(self.raw(requests, budget))
+
+    def propose_after(self, requests, texts, budget=16):
+        return trees(self.raw_after(requests, texts, budget))
 
     def draft(self, request, budget=16):
         return self.propose([request], budget)[0]

@@ -55,14 +55,24 @@ class Pair:
 
     def propose(self, requests=None):
         requests, budget = self.some() if requests is None else requests, self.random.choice([0, 1, 4, 16, 40])
-        drafts = [told.raw(requests, budget) for told in self.both]
+        drafts = self.same([told.raw(requests, budget) for told in self.both])
+        tokens, parents, _, _, offsets, _ = (part.tolist() for part in drafts)
+        for request, (first, last) in zip(requests, pairwise(offsets), strict=True):
+            self.trees[request] = (tokens[first:last], parents[first:last])
+
+    def propose_after(self):
+        """What may be said next, a request in several ways; it changes nothing of what comes after."""
+        requests = self.random.choices(self.live, k=self.random.randint(0, 5)) if self.live else []
+        texts = [self.outcome(*self.trees.get(request, ([], []))) for request in requests]
+        budget = self.random.choice([0, 1, 4, 16])
+        self.same([told.raw_after(requests, texts, budget) for told in self.both])
+
+    def same(self, drafts):
         names = ("tokens", "parents", "probs", "sources", "offsets", "ready")
         for name, ours, theirs in zip(names, *drafts, strict=True):
             assert ours.dtype == theirs.dtype, name
             assert np.array_equal(ours, theirs), (name, ours, theirs)
-        tokens, parents, _, _, offsets, _ = (part.tolist() for part in drafts[0])
-        for request, (first, last) in zip(requests, pairwise(offsets), strict=True):
-            self.trees[request] = (tokens[first:last], parents[first:last])
+        return drafts[0]
 
     def prefetch(self, requests=None):
         requests = [request for request in requests or self.some() if request in self.trees]
@@ -143,7 +153,10 @@ class Pair:
         assert ours == theirs
 
 
-STEPS = ("start", "start", "finish", "set_version", "reload", "prefetch", *("propose", "commit", "turn") * 3)
+STEPS = (
+    *("start", "start", "finish", "set_version", "reload", "prefetch", "propose_after"),
+    *("propose", "commit", "turn") * 3,
+)
 
 options = st.fixed_dictionaries(
     {

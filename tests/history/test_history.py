@@ -307,6 +307,39 @@ def test_prefetched_drafts_are_those_that_would_be_drafted(kind):
         assert not ahead.draft(9, 6).ready  # handed out once
 
 
+def test_what_would_be_drafted_after_more_is_what_is_drafted_once_that_was_said(kind):
+    def begun():
+        history = make(kind)
+        for number, text in enumerate(([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 4, 5, 7], [2, 2, 3, 9])):
+            history.remember(number, HERE, PROMPT, text)
+        history.start([9, 8], [HERE, HERE], [PROMPT, PROMPT])
+        history.commit([9, 8], [[1], [2, 2]])
+        return history
+
+    for more in ([], [2], [2, 3, 4], [6, 9, 4], [77]):
+        history, plainly = begun(), begun()
+        ahead, other, again = history.propose_after([9, 8, 9], [more, [3], more], 6)
+        assert (ahead, other.tokens[0]) == (again, 9)
+        votes = plainly.votes()
+        plainly.commit([9], [more])
+        plainly.set_votes(votes)  # what is only supposed teaches nothing
+        assert ahead == plainly.draft(9, 6)
+        assert bool(ahead.tokens) == (more != [77])
+
+
+def test_supposing_what_was_said_changes_neither_drafts_nor_what_is_learned(kind):
+    asked, plain = make(kind), make(kind)
+    for history in (asked, plain):
+        history.remember(0, HERE, PROMPT, [1, 2, 3, 4, 5])
+        history.start([9], [HERE], [PROMPT])
+    for said in ([1], [2, 3], [9]):
+        assert asked.draft(9) == plain.draft(9)
+        assert asked.propose_after([9], [said])
+        for history in (asked, plain):
+            history.commit([9], [said])
+    assert (asked.votes(), asked.tokens) == (plain.votes(), plain.tokens)
+
+
 def test_no_outcomes_means_no_prefetched_drafts(history):
     history.remember(0, HERE, PROMPT, [1, 2, 3])
     history.start([1], [HERE], [PROMPT])
@@ -359,6 +392,10 @@ BAD_CALLS = {
     "prefetch for one unknown": lambda history: history.prefetch([77], [([1], [-1])]),
     "prefetch without parents": lambda history: history.history.prefetch_batch(
         int64s([0]), *flat([[1, 2]])[:1], flat([[-1]])[0], flat([[1, 2]])[1], 4, 4
+    ),
+    "suppose of an unknown one": lambda history: history.propose_after([0, 7], [[1], [1]]),
+    "suppose without offsets that fit": lambda history: history.history.propose_after_batch(
+        int64s([0, 1]), *flat([[1], [2], [3]]), 4
     ),
     "start one in flight": lambda history: history.start([5, 0], [HERE, HERE], [PROMPT, PROMPT]),
     "start one twice": lambda history: history.start([5, 5], [HERE, HERE], [PROMPT, PROMPT]),

@@ -37,6 +37,12 @@ class History(Protocol):
         Parents come before children; -1 is the end of what was said.
         """
 
+    def propose_after_batch(self, requests: Int64s, tokens: Int32s, offsets: Int64s, budget: int) -> Proposals:
+        """The trees that would be proposed had each request said its tokens too; a request may come more than once.
+
+        Nothing is remembered of it: the next ``commit_batch`` learns from the last ``propose_batch`` as ever.
+        """
+
     def prefetch_batch(
         self, requests: Int64s, tokens: Int32s, parents: Int32s, offsets: Int64s, outcomes: int, budget: int
     ) -> None:

@@ -78,23 +78,19 @@ class PlainHistory:
     def propose_batch(self, requests: Int64s, budget: int) -> Proposals:
         """See ``History.propose_batch``."""
         batch = self._all_live(requests)
-        nodes = []
-        offsets = [0]
         ready = [request.ready for request in batch]
         for request in batch:
             if not request.ready:
                 request.tree = self._grown(request, (), budget)
             request.ready = False
-            nodes += request.tree.nodes[1 : max(budget, 0) + 1]
-            offsets.append(len(nodes))
-        return (
-            np.array([node.token for node in nodes], dtype=np.int32),
-            np.array([node.parent - 1 for node in nodes], dtype=np.int32),
-            np.array([node.prob for node in nodes], dtype=np.float32),
-            np.array([node.source for node in nodes], dtype=np.uint8),
-            np.array(offsets, dtype=np.int64),
-            np.array(ready, dtype=np.uint8),
-        )
+        return _proposals([request.tree for request in batch], budget, ready)
+
+    def propose_after_batch(self, requests: Int64s, tokens: Int32s, offsets: Int64s, budget: int) -> Proposals:
+        """See ``History.propose_after_batch``."""
+        texts = _parts(tokens, offsets, len(requests))
+        batch = [self._known(number) for number in requests.tolist()]
+        trees = [self._grown(request, tuple(text), budget) for request, text in zip(batch, texts, strict=True)]
+        return _proposals(trees, budget, [False] * len(trees))
 
     def prefetch_batch(
         self, requests: Int64s, tokens: Int32s, parents: Int32s, offsets: Int64s, outcomes: int, budget: int
@@ -248,12 +244,25 @@ class PlainHistory:
 
     def _all_live(self, requests: Int64s) -> list[_Live]:
         """The requests of a batch; ValueError for one that is not in flight or comes twice."""
-        batch = []
-        for number in _distinct(requests):
-            if number not in self._live:
-                raise ValueError(f"request {number} is not in flight")
-            batch.append(self._live[number])
-        return batch
+        return [self._known(number) for number in _distinct(requests)]
+
+    def _known(self, number: int) -> _Live:
+        if number not in self._live:
+            raise ValueError(f"request {number} is not in flight")
+        return self._live[number]
+
+
+def _proposals(trees: Sequence[Tree], budget: int, ready: Sequence[bool]) -> Proposals:
+    parts = [tree.nodes[1 : max(budget, 0) + 1] for tree in trees]
+    nodes = [node for part in parts for node in part]
+    return (
+        np.array([node.token for node in nodes], dtype=np.int32),
+        np.array([node.parent - 1 for node in nodes], dtype=np.int32),
+        np.array([node.prob for node in nodes], dtype=np.float32),
+        np.array([node.source for node in nodes], dtype=np.uint8),
+        np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64),
+        np.array(ready, dtype=np.uint8),
+    )
 
 
 def _distinct(requests: Int64s) -> Iterator[int]:

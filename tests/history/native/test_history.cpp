@@ -143,6 +143,36 @@ bool refused(const std::function<void()>& call) {
 
 }  // namespace
 
+TEST(what_is_supposed_is_drafted_by_any_number_of_threads_and_changes_nothing) {
+    Run alone(settings(0, true)), together(settings(3, true)), unasked(settings(0, true));
+    size_t drafted = 0;
+    for (int step = 0; step < 12; ++step) {
+        for (Run* run : {&alone, &together, &unasked}) {
+            run->start();
+            run->propose();
+        }
+        CHECK(equal(alone.drafts, unasked.drafts));
+        Numbers asked;
+        Flat supposed;
+        for (size_t row = 0; row < alone.requests.size(); ++row) {
+            for (int64_t node = alone.drafts.offsets[row]; node < alone.verified(row); ++node) {
+                asked.push_back(alone.requests[row]);
+                supposed.add({alone.drafts.tokens[node], static_cast<int32_t>(step)});
+            }
+        }
+        const Drafts one = alone.history.propose_after(span(asked), span(supposed.tokens), span(supposed.offsets), 8);
+        CHECK(
+            equal(one, together.history.propose_after(span(asked), span(supposed.tokens), span(supposed.offsets), 8)));
+        drafted += one.tokens.size();
+        for (Run* run : {&alone, &together, &unasked}) {
+            run->commit();
+            run->finish();
+        }
+    }
+    CHECK(drafted > 100);
+    CHECK(alone.history.votes() == unasked.history.votes());
+}
+
 TEST(any_number_of_threads_drafts_the_same) {
     Run alone(settings(0, true)), together(settings(3, true));
     size_t drafted = 0, ready = 0;

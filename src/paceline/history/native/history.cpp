@@ -88,6 +88,18 @@ void History::context(const Live& live, std::vector<int32_t>& tokens) const {
     live.shard->arena.copy(live.own, length - reach, length, tokens.data());
 }
 
+void Drafts::add(const Tree& tree, int budget, bool is_ready) {
+    const size_t count = std::min(tree.nodes.size(), static_cast<size_t>(std::max(budget, 0)) + 1);
+    for (size_t i = 1; i < count; ++i) {
+        tokens.push_back(tree.nodes[i].token);
+        parents.push_back(tree.nodes[i].parent - 1);
+        probs.push_back(static_cast<float>(tree.nodes[i].prob));
+        sources.push_back(tree.nodes[i].source);
+    }
+    offsets.push_back(static_cast<int64_t>(tokens.size()));
+    ready.push_back(is_ready ? 1 : 0);
+}
+
 Drafts History::propose(Span<int64_t> requests, int budget) {
     std::lock_guard<std::mutex> lock(calls_);
     pool_.settle(settings_.patient);
@@ -102,20 +114,34 @@ Drafts History::propose(Span<int64_t> requests, int budget) {
         grow(evidence(request), votes_, scratch.said, position, limits, scratch, request.tree);
     });
     Drafts drafts;
-    drafts.offsets.push_back(0);
     for (Live* request : batch) {
-        const std::vector<Node>& nodes = request->tree.nodes;
-        const size_t count = std::min(nodes.size(), static_cast<size_t>(budget) + 1);
-        for (size_t i = 1; i < count; ++i) {
-            drafts.tokens.push_back(nodes[i].token);
-            drafts.parents.push_back(nodes[i].parent - 1);
-            drafts.probs.push_back(static_cast<float>(nodes[i].prob));
-            drafts.sources.push_back(nodes[i].source);
-        }
-        drafts.offsets.push_back(static_cast<int64_t>(drafts.tokens.size()));
-        drafts.ready.push_back(request->ready ? 1 : 0);
+        drafts.add(request->tree, budget, request->ready);
         request->ready = false;
     }
+    return drafts;
+}
+
+Drafts History::propose_after(Span<int64_t> requests, Span<int32_t> tokens, Span<int64_t> offsets, int budget) {
+    std::lock_guard<std::mutex> lock(calls_);
+    pool_.settle(settings_.patient);
+    check_offsets(offsets, requests.size, tokens.size);
+    std::vector<Live*> batch;
+    for (size_t i = 0; i < requests.size; ++i) batch.push_back(&live(requests.data[i]));
+    const GrowthLimits limits{budget, settings_.floor, settings_.matches, settings_.chains};
+    std::vector<Tree> trees(batch.size());
+    run(pool_, batch.size(), [&](size_t index, size_t thread) {
+        const Live& request = *batch[index];
+        if (request.shard == nullptr) return;
+        const int32_t* said = tokens.data + offsets.data[index];
+        const int64_t count = offsets.data[index + 1] - offsets.data[index];
+        const int64_t position = static_cast<int64_t>(request.own->length) - request.own->start + count;
+        Scratch& scratch = scratch_[thread];
+        context(request, scratch.said);
+        scratch.said.insert(scratch.said.end(), said, said + count);
+        grow(evidence(request), votes_, scratch.said, position, limits, scratch, trees[index]);
+    });
+    Drafts drafts;
+    for (const Tree& tree : trees) drafts.add(tree, budget, false);
     return drafts;
 }
 

@@ -37,8 +37,9 @@ struct Drafts {
     std::vector<int32_t> tokens, parents;
     std::vector<float> probs;
     std::vector<uint8_t> sources;
-    std::vector<int64_t> offsets;
+    std::vector<int64_t> offsets{0};
     std::vector<uint8_t> ready;
+    void add(const Tree& tree, int budget, bool is_ready);
 };
 
 // Sequences end to end: prompts first, then finished responses, oldest first.
@@ -68,6 +69,8 @@ class History {
     // `tokens` of request i are tokens[offsets[i]] .. tokens[offsets[i+1]], here and below.
     void start(Span<int64_t> requests, Span<int64_t> shards, Span<int32_t> tokens, Span<int64_t> offsets);
     Drafts propose(Span<int64_t> requests, int budget);
+    // What would be drafted had request i said its tokens too. Nothing is remembered of it; a request may come twice.
+    Drafts propose_after(Span<int64_t> requests, Span<int32_t> tokens, Span<int64_t> offsets, int budget);
     // Prepares drafts for the `outcomes` likeliest outcomes of a pass over these drafts, in the background.
     void prefetch(Span<int64_t> requests, Span<int32_t> tokens, Span<int32_t> parents, Span<int64_t> offsets,
                   int outcomes, int budget);

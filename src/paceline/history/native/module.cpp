@@ -44,12 +44,14 @@ std::vector<T> vector(const In<T>& values) {
     return std::vector<T>(values.data(), values.data() + values.size());
 }
 
-nb::tuple propose(History& history, const In<int64_t>& requests, int budget) {
+// What `call` drafts.
+template <class Call>
+nb::tuple drafted(const Call& call) {
     auto* held = new Drafts;
     const nb::capsule owner = own(held);
     {
         nb::gil_scoped_release unlocked;
-        *held = history.propose(span(requests), budget);
+        *held = call();
     }
     return nb::make_tuple(array(held->tokens, owner), array(held->parents, owner), array(held->probs, owner),
                           array(held->sources, owner), array(held->offsets, owner), array(held->ready, owner));
@@ -106,7 +108,14 @@ NB_MODULE(_native, module) {
             [](History& self, const In<int64_t>& requests, const In<int64_t>& shards, const In<int32_t>& tokens,
                const In<int64_t>& offsets) { self.start(span(requests), span(shards), span(tokens), span(offsets)); },
             unlocked)
-        .def("propose_batch", &propose)
+        .def("propose_batch", [](History& self, const In<int64_t>& requests,
+                                 int budget) { return drafted([&] { return self.propose(span(requests), budget); }); })
+        .def(
+            "propose_after_batch",
+            [](History& self, const In<int64_t>& requests, const In<int32_t>& tokens, const In<int64_t>& offsets,
+               int budget) {
+                return drafted([&] { return self.propose_after(span(requests), span(tokens), span(offsets), budget); });
+            })
         .def(
             "prefetch_batch",
             [](History& self, const In<int64_t>& requests, const In<int32_t>& tokens, const In<int32_t>& parents,
