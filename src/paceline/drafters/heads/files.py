@@ -40,12 +40,6 @@ _PLAIN: Mapping[str, Any] = {
     "mlp_bias": False,
     "logit_scale": 1.0,
 }
-#: What of a configuration is about the head's own layers.
-_LAYER_KEYS = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act"
-    " max_position_embeddings rms_norm_eps rope_parameters rope_theta rope_scaling initializer_range bos_token_id"
-    " eos_token_id pad_token_id".split()
-)
 
 
 @dataclass(frozen=True)
@@ -169,7 +163,8 @@ def _refuse_others(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    made: LlamaConfig = LlamaConfig.from_dict({key: value for key, value in config.items() if key in _LAYER_KEYS})
+    known = (LlamaConfig().to_dict().keys() | {"rope_theta", "rope_scaling"}) - {"dtype", "architectures"}
+    made: LlamaConfig = LlamaConfig.from_dict({key: value for key, value in config.items() if key in known})
     made.draft_vocab_size = config.get("draft_vocab_size") or len(tensors.get("lm_head.weight", ())) or made.vocab_size
     made.architectures = ["LlamaForCausalLMEagle3"]
     return made

@@ -1,6 +1,7 @@
 """A head from files, for a policy that it fits."""
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +31,7 @@ def load_head(config: HeadConfig, policy: PreTrainedModel, default_taps: tuple[i
     ids = None
     if (d2t := tensors.get("d2t")) is not None:
         ids = torch.arange(len(d2t)) + d2t.to(torch.int64)
-    with torch.device("meta"):
-        head = Eagle3Head(stored.config, taps, None if ids is None else ids.to("meta"))
-    head.to_empty(device="cpu")
+    head = Eagle3Head(stored.config, taps, ids)
     head.load_checkpoint(tensors)
     return head
 
@@ -62,7 +61,7 @@ def _less_shared(tensors: dict[str, Tensor], policy: PreTrainedModel, path: str)
     """The tensors without a copy of the policy's embeddings, which heads read from the policy."""
     embedded = tensors.pop("embed_tokens.weight", None)
     if embedded is not None:
-        own = policy.get_input_embeddings().weight.detach()
+        own: Any = policy.get_input_embeddings().weight
         if embedded.shape != own.shape or not torch.equal(embedded.to(own), own):
             raise ModelError(
                 f"drafter.head.path={path}: has embeddings of its own, and paceline's heads read the policy's; "
