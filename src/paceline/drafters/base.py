@@ -72,7 +72,9 @@ class Observer(Protocol):
     def observe(self, seen: Sequence[Seen]) -> None:
         """States of committed tokens, in order and without gaps; a ``start`` that was seen before voids what followed.
 
-        All states that there are of the requests of the next ``propose``, the token that was committed last excepted.
+        All states that there are of the requests of the next ``propose``, that of the token committed last excepted.
+        There are fewer where the policy reads a text in the pass that is drafted for: a prompt, or what it reads again
+        by new weights or after a preemption. Such a request can be drafted for without states only.
         """
 
 
@@ -101,6 +103,17 @@ class Paced(Protocol):
 
     def pace(self, tokens_per_second: float) -> None:
         """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """What a drafter offers that reads a text before it can draft from it, such as a model with a cache of its own."""
+
+    def reading_seconds(self) -> float:
+        """Seconds so far within ``observe`` and ``propose`` that went into texts it had to catch up on.
+
+        They serve all drafts to come, and are no part of the price of the next one (``drafters.reading``).
+        """
 
 
 @runtime_checkable

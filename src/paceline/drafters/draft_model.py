@@ -6,8 +6,9 @@ any case. Under rejection and block acceptance nodes are drawn with noise of the
 the laws that they were drawn from.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Self
 
 import numpy as np
@@ -17,17 +18,19 @@ from transformers import PreTrainedModel
 
 from paceline.config import DraftModelConfig
 from paceline.drafters.base import PolicyTraits
+from paceline.drafters.reading import Reading
 from paceline.forward.attention import PassRow
 from paceline.forward.pretrained import ModelError, load_pretrained, model_source
-from paceline.forward.runner import Runner, copy_weights
+from paceline.forward.runner import Runner, copy_tensors
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.keyed import coupled_candidates, draw_candidates
 from paceline.sampling.noise import MOST_SOFT_NODES, draft_position, signed64
 from paceline.sampling.processors import Prefix, Spec, process
-from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
+from paceline.schema import SOURCES, Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
 _KEY = "drafter.draft_model.path"
 _NO_PARENTS = as_tokens([])
+_MODEL = SOURCES.index("model")
 #: Most tokens of a pass that fills the cache with committed tokens.
 _FILL_TOKENS = 2048
 _KV_STEP = 64
@@ -35,7 +38,7 @@ _NO_SLOT = -1
 
 
 class DraftModelDrafter:
-    """Implements ``drafters.base.Drafter`` over a causal language model of transformers, which becomes its own.
+    """Implements ``drafters.base.Drafter`` and ``Learned`` over a causal language model of transformers, its own.
 
     A draft is a backbone of as many depths as ``budget`` nodes allow at ``width`` children a depth; the first child
     carries the backbone on, the others are leaves beside it. A depth costs one forward pass of the whole batch. Every
@@ -69,7 +72,9 @@ class DraftModelDrafter:
         self._runner = Runner(model)
         #: The version of the policy that the drafter's own weights were made for.
         self.weights_version = 0
+        self._loaded: dict[str, torch.Tensor] = {}
         self._source: DraftModelConfig | None = None
+        self._reading = Reading()
         self._version = 0
         self._calls = 0
         self._most = 0
@@ -90,21 +95,43 @@ class DraftModelDrafter:
         model: PreTrainedModel = self._runner.model
         return model
 
-    def reload(self) -> bool:
-        """Load the weights again from where the configuration got them; False where there is no such place.
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The parameters of the model that drafts, by their names in it."""
+        return dict(self.model.named_parameters())
 
-        ModelError or WeightsError, with nothing changed, where they cannot be loaded whole.
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over all parameters, made for ``version``. WeightsError, with nothing loaded, where they do not fit."""
+        copy_tensors(self.weights, tensors, None, "drafter")
+        self._loaded = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self.weights_version = version
+        self._void()
+
+    def reload(self) -> bool:
+        """Load what was loaded last again, at first from where the configuration got it; False where that is nowhere.
+
+        ModelError or WeightsError, with nothing changed, where it cannot be loaded whole.
         """
-        if self._source is None:
+        if self._source is None and not self._loaded:
             return False
-        own, fresh = self.model, _load(self._source)
-        with torch.no_grad():
-            copy_weights(own, dict(fresh.named_parameters()))
-            for name, buffer in fresh.named_buffers():
-                own.get_buffer(name).copy_(buffer)
+        if self._source is not None:
+            fresh = _load(self._source)
+            copy_tensors(self.weights, dict(fresh.named_parameters()), None, "drafter")
+            with torch.no_grad():
+                for name, buffer in fresh.named_buffers():
+                    self.model.get_buffer(name).copy_(buffer)
+        if self._loaded:
+            copy_tensors(self.weights, self._loaded, None, "drafter")
+        self._void()
+        return True
+
+    def reading_seconds(self) -> float:
+        """Seconds that went so far into texts that were new to it."""
+        return self._reading.seconds
+
+    def _void(self) -> None:
         for row in self._slots:
             row.held = 0
-        return True
 
     # The seam
 
@@ -124,6 +151,7 @@ class DraftModelDrafter:
             return []
         self._place([draft.row for draft in growing], max(draft.row.total + draft.deepest for draft in growing))
         growing.sort(key=lambda draft: draft.row.slot)
+        missing, began = self._missing([draft.row for draft in growing]), perf_counter()
         parts = self._fill([draft.row for draft in growing])
         laws: _Laws | None = None
         open_drafts = list(range(len(growing)))
@@ -138,6 +166,9 @@ class DraftModelDrafter:
             tokens_NC, shares_NC = self._children(batch, law_NV)
             for draft, tokens, shares in zip(batch, tokens_NC, shares_NC, strict=True):
                 draft.grow(tokens, shares, budget, is_drawn=laws is not None and draft.row.spec.params.temperature > 0)
+            if missing:
+                self._reading.add(perf_counter() - began, missing, budget)
+                missing = []
             open_drafts = [index for index in open_drafts if growing[index].goes_on]
             parts = [growing[index].path[-1:] for index in open_drafts]
         is_chain = self.width == 1
@@ -237,10 +268,14 @@ class DraftModelDrafter:
             last.slot = row.slot
         row.slot, row.held = _NO_SLOT, 0
 
-    def _fill(self, rows: "Sequence[_Live]") -> list[Tokens]:
-        """Drop what was drafted and not emitted, then cache committed tokens; returns those left for the next pass."""
+    def _missing(self, rows: "Sequence[_Live]") -> list[int]:
+        """Drop what was drafted and not emitted; returns how many committed tokens of each row are not cached."""
         for row in rows:
             row.trim()
+        return [row.total - row.held for row in rows]
+
+    def _fill(self, rows: "Sequence[_Live]") -> list[Tokens]:
+        """Cache committed tokens; returns those left for the next pass."""
         while sum(row.total - row.held for row in rows) > max(_FILL_TOKENS, len(rows)):
             left, chosen, parts = _FILL_TOKENS, [], []
             for row in rows:
@@ -357,6 +392,7 @@ class _Growing:
             length=self.row.total,
             version=version,
             parents=None if is_chain else as_tokens(self._parents),
+            sources=np.full(len(self.tokens), _MODEL, dtype=np.uint8),
             probs=None if is_drawn else np.array(self._probs, dtype=np.float32),
             laws=laws_LV if is_drawn else None,
             law_of=as_tokens(self._law_of) if is_drawn else None,

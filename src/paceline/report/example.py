@@ -23,6 +23,7 @@ _SOURCE_NAMES = {
     "other": "drafted by another drafter",
     "elsewhere": "drafted from answers to other prompts",
     "forced": "drafted, the only one that the grammar allowed",
+    "model": "drafted by a model or a head of the policy's",
 }
 
 
