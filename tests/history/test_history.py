@@ -316,7 +316,7 @@ def test_what_would_be_drafted_after_more_is_what_is_drafted_once_that_was_said(
         history.commit([9, 8], [[1], [2, 2]])
         return history
 
-    for more in ([], [2], [2, 3, 4], [6, 9, 4], [77]):
+    for more in ([], [2], [2, 3, 4], [76, 3], [77]):
         history, plainly = begun(), begun()
         ahead, other, again = history.propose_after([9, 8, 9], [more, [3], more], 6)
         assert (ahead, other.tokens[0]) == (again, 9)
