@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import RLConfig
+from paceline.cotrain.taps import Collector
 from paceline.forward.optimiser import Optimiser
 from paceline.rl import grpo, packing
 from paceline.rl.policy import Policy
@@ -45,6 +46,14 @@ class Batch:
                 )
 
 
+@dataclass(frozen=True)
+class _Collecting:
+    """Who sees the passes, and which rollouts of the batch are kept."""
+
+    collector: Collector
+    wanted: frozenset[int]
+
+
 class Learner:
     """Holds the optimiser. Build it before a checkpoint is loaded: the KL reference is the policy as it is then.
 
@@ -67,18 +76,22 @@ class Learner:
             policy.trainable(), config.lr, config.weight_decay, config.max_grad_norm, config.warmup_steps
         )
 
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(
+        self, batch: Batch, collector: Collector | None = None, wanted: Collection[int] = ()
+    ) -> dict[str, float]:
         """Move the policy by ``inner_updates`` optimiser steps on the batch; returns the step's metrics.
 
         Means over the computed tokens: ``kl`` (k3, to the reference; NaN without one), ``entropy``, ``clip_fraction``,
         ``mismatch_kl`` (k3 of KL(engine || trainer); NaN where nothing was compared). Means over the optimiser steps:
         ``loss``, ``grad_norm`` (before clipping). Counts: ``tokens`` of all rollouts, ``trained_rollouts`` (those with
         a gradient), optimiser steps ``skipped_no_advantage`` and ``skipped_not_finite``. ``lr`` is that of the last
-        step, or of the next one where none was taken.
+        step, or of the next one where none was taken. A ``collector`` gets those of the rollouts ``wanted`` that are
+        computed.
         """
         advantages_R = grpo.advantages(batch.rewards, batch.group_ids, self.config.scale_rewards)
         minibatches = self._minibatches(batch)
         active = [self._active(batch, rows, advantages_R) for rows in minibatches]
+        collecting = None if collector is None else _Collecting(collector, frozenset(wanted))
         old_of: dict[int, Tensor] = {}
         for rows in active[1:]:
             # Later steps meet a policy that has moved; their ratio is to the one that sampled.
@@ -89,10 +102,21 @@ class Learner:
         sums: _Sums = defaultdict(float)
         for rows, trained in zip(minibatches, active, strict=True):
             if trained:
-                self._step(batch, rows, trained, advantages_R, old_of, sums)
+                self._step(batch, rows, trained, advantages_R, old_of, sums, collecting)
             else:
                 sums["skipped_no_advantage"] += 1
         return self._metrics(batch, active, sums)
+
+    def computed(self, batch: Batch) -> list[int]:
+        """The rollouts that an update on ``batch`` computes."""
+        advantages_R = grpo.advantages(batch.rewards, batch.group_ids, self.config.scale_rewards)
+        return self._active(batch, range(len(batch.prompts)), advantages_R)
+
+    @torch.no_grad()
+    def read(self, batch: Batch, rows: Sequence[int], collector: Collector) -> None:
+        """One pass over ``rows`` for the collector alone; the policy stays as it is."""
+        for part in self._parts(batch, rows):
+            self._logprobs(batch, part, _Collecting(collector, frozenset(rows)))
 
     @property
     def updates(self) -> int:
@@ -124,9 +148,14 @@ class Learner:
         for part in packing.microbatches(trees, self.config.microbatch_tokens):
             yield [rows[i] for i in part]
 
-    def _logprobs(self, batch: Batch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, batch: Batch, rows: Sequence[int], collecting: "_Collecting | None" = None
+    ) -> tuple[Tensor, Tensor]:
         prompts, responses = [batch.prompts[row] for row in rows], [batch.responses[row] for row in rows]
-        return self.policy.logprobs(prompts, responses, self.temperature)
+        if collecting is None:
+            return self.policy.logprobs(prompts, responses, self.temperature)
+        wanted = [i for i, row in enumerate(rows) if row in collecting.wanted]
+        return self.policy.logprobs(prompts, responses, self.temperature, collecting.collector, wanted)
 
     def _step(
         self,
@@ -136,6 +165,7 @@ class Learner:
         advantages_R: grpo.Floats,
         old_of: Mapping[int, Tensor],
         sums: _Sums,
+        collecting: "_Collecting | None",
     ) -> None:
         """One optimiser step on ``rows``, of which ``trained`` have a gradient."""
         lengths = [len(batch.responses[row]) for row in rows]
@@ -146,7 +176,7 @@ class Learner:
             if self._reference is not None:
                 with torch.no_grad(), self.policy.weights_of(self._reference):
                     logp_ref_N, _ = self._logprobs(batch, part)
-            logp_N, entropy_N = self._logprobs(batch, part)
+            logp_N, entropy_N = self._logprobs(batch, part, collecting)
             logp_old_N = torch.cat([old_of[row] for row in part]) if part[0] in old_of else logp_N.detach()
             repeated = np.repeat(advantages_R[part], [len(batch.responses[row]) for row in part])
             loss, own = grpo.policy_loss(

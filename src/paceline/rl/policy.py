@@ -1,7 +1,7 @@
 """The policy that trains: a causal language model, its tokenizer, its adapter, and what an engine gets of it."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import Config, PolicyConfig
+from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
 from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
 from paceline.rl import lora
@@ -181,10 +182,15 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
 
     def logprobs(
-        self, prompts: Sequence[Tokens], responses: Sequence[Tokens], temperature: float
+        self,
+        prompts: Sequence[Tokens],
+        responses: Sequence[Tokens],
+        temperature: float,
+        collector: Collector | None = None,
+        wanted: Collection[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``Scorer.logprobs``: log-probability (with gradients) and entropy of every response token, each (N,)."""
-        return self.scorer.logprobs(prompts, responses, temperature)
+        return self.scorer.logprobs(prompts, responses, temperature, collector, wanted)
 
 
 def _device(name: str) -> torch.device:

@@ -1,6 +1,7 @@
 """The log-probabilities that a model gives to rollouts, differentiable, with every shared prefix computed once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paceline.cotrain.taps import Collector
 from paceline.forward.layers import decoder_layers
 from paceline.rl import packing
 from paceline.schema import Tokens, as_tokens
@@ -29,11 +31,17 @@ class Scorer:
         self._text = model.config.get_text_config()
 
     def logprobs(
-        self, prompts: Sequence[Tokens], responses: Sequence[Tokens], temperature: float
+        self,
+        prompts: Sequence[Tokens],
+        responses: Sequence[Tokens],
+        temperature: float,
+        collector: Collector | None = None,
+        wanted: Collection[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of every response token, and the entropy (detached) of the law it was drawn from.
 
-        Both are (N,), response after response, in float32 at least; the law is softmax(logits / temperature).
+        Both are (N,), response after response, in float32 at least; the law is softmax(logits / temperature). A
+        ``collector`` sees the pass and keeps the rollouts ``wanted`` (None: all); it changes nothing.
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: log-probabilities of a sampled law need a temperature > 0")
@@ -45,13 +53,15 @@ class Scorer:
         node_P, token_P = np.divmod(pairs_P, vocabulary)
         rows = max(1, _CHUNK_ELEMENTS // vocabulary)
         logprobs, entropies = [], []
-        for start, logits_UV in self._logits(packed, nodes_U, rows):
+        for start, logits_UV in self._logits(packed, nodes_U, rows, collector):
             logprobs_UV = (logits_UV.to(torch.promote_types(logits_UV.dtype, torch.float32)) / temperature).log_softmax(
                 -1
             )
             left, right = np.searchsorted(node_P, [start, start + rows])
             logprobs.append(logprobs_UV[self._index(node_P[left:right] - start), self._index(token_P[left:right])])
             entropies.append(_entropy(logprobs_UV.detach()))
+        if collector is not None:
+            collector.keep(prompts, responses, packed.predictor_N, wanted)
         return (
             torch.cat(logprobs).index_select(0, self._index(pair_of_N)),
             torch.cat(entropies).index_select(0, self._index(node_of_N)),
@@ -95,13 +105,15 @@ class Scorer:
         return bool(apart < (0.25 if self.model.dtype in (torch.bfloat16, torch.float16) else 1e-3))
 
     def _logits(
-        self, packed: packing.Packed, nodes_U: npt.NDArray[np.int64], rows: int
+        self, packed: packing.Packed, nodes_U: npt.NDArray[np.int64], rows: int, collector: Collector | None
     ) -> Iterator[tuple[int, Tensor]]:
         """Logits of the flattened nodes ``nodes_U``, ``rows`` at a time, each time with the index of the first."""
-        if self.shares_prefixes:
-            rows_UX, head = self._hidden(packed, nodes_U), self._head
-        else:
-            rows_UX, head = self._whole_logits(packed, nodes_U), torch.nn.Identity()
+        shares = self.shares_prefixes  # tried before anybody watches
+        with nullcontext() if collector is None else collector.watching():
+            if shares:
+                rows_UX, head = self._hidden(packed, nodes_U), self._head
+            else:
+                rows_UX, head = self._whole_logits(packed, nodes_U), torch.nn.Identity()
         for start in range(0, len(nodes_U), rows):
             yield start, head(rows_UX[start : start + rows])
 
