@@ -36,13 +36,15 @@ _UNUSED = {
 class PassRow:
     """One row's share of a pass: ``count`` committed tokens from position ``start``, then drafted nodes.
 
-    ``parents`` are the drafted nodes' parents; -1 is the last committed token.
+    ``parents`` are the drafted nodes' parents; -1 is the last committed token. With ``is_mutual`` the row's tokens all
+    see each other.
     """
 
     slot: int
     start: int
     count: int
     parents: npt.NDArray[np.int32]
+    is_mutual: bool = False
 
     @property
     def total(self) -> int:
@@ -141,7 +143,8 @@ class Call:
         keys = np.arange(self.length)
         for row in self.rows:
             sees = allowed[row.slot - self.slots.start, : row.total]
-            sees[:] = keys <= np.arange(row.start, row.start + row.total)[:, None]
+            ends = np.arange(row.start, row.start + row.total)
+            sees[:] = keys <= (ends[-1:] if row.is_mutual else ends)[:, None]
             if not row.is_chain:
                 base = row.start + row.count
                 for node, parent in enumerate(row.parents):

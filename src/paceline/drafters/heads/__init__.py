@@ -1,7 +1,8 @@
 """Heads: small models that draft from the policy's hidden states."""
 
 from paceline.drafters.heads.base import Head, HeadKind
+from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.eagle3 import Eagle3Head
 from paceline.drafters.heads.make import choose_vocabulary, make_head
 
-__all__ = ["Eagle3Head", "Head", "HeadKind", "choose_vocabulary", "make_head"]
+__all__ = ["BlockHead", "Eagle3Head", "Head", "HeadKind", "choose_vocabulary", "make_head"]

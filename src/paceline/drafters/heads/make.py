@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import HeadConfig
 from paceline.drafters.heads.base import Head, HeadKind
+from paceline.drafters.heads.block import BlockHead, block_taps
 from paceline.drafters.heads.eagle3 import Eagle3Head
 from paceline.drafters.heads.llama import llama_config
 from paceline.forward.layers import decoder_layers
@@ -23,9 +24,13 @@ def make_head(
     What starts at random is a function of ``seed``. ``counts``, (V,), say how often each token of the policy occurs,
     for the draft vocabulary. Raises ModelError for settings that the policy cannot meet and for files that do not fit.
     """
-    if kind != "eagle3":
+    head: Head
+    if kind == "block":
+        head = _block(config, policy, seed)
+    elif kind == "eagle3":
+        head = _eagle3(config, policy, seed, counts)
+    else:
         raise ModelError(f"drafter.kind={kind}: no such head")
-    head = _eagle3(config, policy, seed, counts)
     head.bind(policy)
     head.to(device=policy.device, dtype=getattr(torch, config.dtype))
     return head.requires_grad_(False)
@@ -63,6 +68,23 @@ def _eagle3(config: HeadConfig, policy: PreTrainedModel, seed: int, counts: npt.
     randomise(head, derive_seed("head", seed))
     if config.init == "policy":
         start_from_policy(head, policy)
+    return head
+
+
+def _block(config: HeadConfig, policy: PreTrainedModel, seed: int) -> BlockHead:
+    if config.vocabulary:
+        raise ModelError(
+            f"drafter.head.vocabulary={config.vocabulary}: a block head has the policy's output matrix; set it to 0"
+        )
+    _, layers = decoder_layers(policy)
+    head = BlockHead(llama_config(policy, config.layers), config.taps or block_taps(len(layers)), config.block)
+    randomise(head, derive_seed("head", seed))
+    embeddings = policy.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
+    with torch.no_grad():
+        head.mask_embedding.copy_(embeddings.mean(0))
+    if config.init == "policy":
+        head.start_from(list(layers))
     return head
 
 
