@@ -35,6 +35,11 @@ def test_only_the_answer_and_its_end_are_learned(tokenizer):
         assert tokenizer.decode(ids_BT[row][mask_BT[row].bool()]) == f"<bos>{question}<sep>{answer}<eos>"
 
 
+def test_a_language_model_learns_the_prompt_too(tokenizer):
+    ids_BT, mask_BT, labels_BT = batch(ROWS, tokenizer, whole=True)
+    assert torch.equal(labels_BT, ids_BT.masked_fill(mask_BT == 0, -100))
+
+
 def test_a_row_longer_than_the_context_is_refused(tokenizer):
     with pytest.raises(ValueError, match="the context holds 64"):
         batch([("Who? " * 64, "x")], tokenizer)

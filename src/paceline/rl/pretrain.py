@@ -49,10 +49,13 @@ def make_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTr
     )
 
 
-def batch(rows: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padded ids, attention mask and labels of ``rows``, each (rows, longest); only an answer and its EOS are labels.
+def batch(
+    rows: Sequence[Pair], tokenizer: PreTrainedTokenizerFast, whole: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Padded ids, attention mask and labels of ``rows``, each (rows, longest).
 
-    Raises ValueError for a row that is longer than the context.
+    Only an answer and its EOS are labels, with ``whole`` the prompt too. Raises ValueError for a row that is longer
+    than the context.
     """
     pairs = [(tokenizer(q)["input_ids"], [*tokenizer(a, add_special_tokens=False)["input_ids"], EOS]) for q, a in rows]
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
@@ -63,7 +66,8 @@ def batch(rows: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> tuple[tor
     for row, (prompt, answer) in enumerate(pairs):
         end = len(prompt) + len(answer)
         ids_BT[row, :end] = torch.tensor(prompt + answer)
-        labels_BT[row, len(prompt) : end] = torch.tensor(answer)
+        first = 0 if whole else len(prompt)
+        labels_BT[row, first:end] = ids_BT[row, first:end]
     return ids_BT, (ids_BT != PAD).long(), labels_BT
 
 
@@ -74,9 +78,11 @@ def train(
     steps: int,
     peak_lr: float = 3e-3,
     progress: Callable[[int, float], None] = lambda _step, _loss: None,
+    whole: bool = False,
 ) -> None:
     """Cross-entropy on the answers that ``draw`` gives, a batch a call; AdamW, 40 steps of warm-up, linear decay.
 
+    With ``whole`` the prompts are learned too, as in the pre-training of a language model.
     ``progress`` receives every 50th step, counted from 1, and its loss.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -85,7 +91,7 @@ def train(
     )
     model.train()
     for step in range(1, steps + 1):
-        ids_BT, mask_BT, labels_BT = batch(draw(), tokenizer)
+        ids_BT, mask_BT, labels_BT = batch(draw(), tokenizer, whole)
         loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
         optimizer.zero_grad()
         loss.backward()
