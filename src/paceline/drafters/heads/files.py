@@ -46,7 +46,8 @@ _PLAIN: Mapping[str, Any] = {
 class Stored:
     """A head as files hold it: its layers' configuration, its taps, and its weights by ``Head.checkpoint``'s names.
 
-    ``taps`` None: the files do not say. It was made for ``version`` of the model that ``policy`` names.
+    ``taps`` None: the files do not say. It was made for ``version`` of the model that
+    ``policy`` names, which has ``policy_layers`` layers (0: the files do not say).
     """
 
     kind: HeadKind
@@ -55,6 +56,7 @@ class Stored:
     tensors: dict[str, Tensor] = field(repr=False)
     policy: str = ""
     version: int = 0
+    policy_layers: int = 0
 
 
 def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
@@ -83,6 +85,7 @@ def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
         tensors=_without_identity(tensors, int(config["vocab_size"])),
         policy=str(metadata.get("policy", "")),
         version=int(metadata.get("version", 0)),
+        policy_layers=int(metadata.get("policy_layers", 0)),
     )
 
 
