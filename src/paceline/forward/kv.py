@@ -1,5 +1,7 @@
 """Key-value memory in slots: a row of positions per running request, grown on demand, compacted by moving rows.
 
+Beside keys and values a position may hold the hidden states that were tapped there, which share all that becomes of it.
+
 Rows in use are always the first ones, so a layer's keys for a batch of B rows are the view ``[:B, :length]`` and
 nothing is gathered to attend. Trimming after a rejection writes nothing: positions beyond a row's length are stale
 until the next pass overwrites them. The memory lives in inference mode, where torch books nothing for autograd.
@@ -11,30 +13,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Snapshot = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of one row, per layer, each (length, heads, head size)."""
+Snapshot = list[torch.Tensor]
+"""What the slots hold of one row: keys and values of each layer, and states, each (length, ...)."""
 
 
 class KVSlots:
-    """Keys and values of every layer, each (slots, capacity, heads, head size)."""
+    """Keys and values of every layer, each (slots, capacity, heads, head size), and states (slots, capacity, S)."""
 
     def __init__(self, layers: int) -> None:
         self.slots = 0
         self.capacity = 0
         self._keys: list[torch.Tensor | None] = [None] * layers
         self._values: list[torch.Tensor | None] = [None] * layers
+        self._states: list[torch.Tensor | None] = [None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by keys and values."""
-        return sum(t.nbytes for side in (self._keys, self._values) for t in side if t is not None)
+        """Bytes held."""
+        return sum(memory.nbytes for memory in self._stored())
 
     @torch.inference_mode()
     def resize(self, slots: int, capacity: int) -> None:
         """Hold ``slots`` rows of ``capacity`` positions; what fits of the stored rows stays."""
         if (slots, capacity) == (self.slots, self.capacity):
             return
-        for side in (self._keys, self._values):
+        for side in (self._keys, self._values, self._states):
             for layer, old in enumerate(side):
                 if old is not None:
                     rows, length = min(slots, self.slots), min(capacity, self.capacity)
@@ -45,11 +48,29 @@ class KVSlots:
 
     def write(self, layer: int, flat_N: torch.Tensor, keys_NHD: torch.Tensor, values_NHD: torch.Tensor) -> None:
         """Store N new positions of a layer at ``flat_N`` = slot * capacity + position."""
-        for side, new_NHD in ((self._keys, keys_NHD), (self._values, values_NHD)):
-            memory = side[layer]
-            if memory is None:
-                memory = side[layer] = new_NHD.new_zeros((self.slots, self.capacity, *new_NHD.shape[1:]))
-            memory.view(-1, *memory.shape[2:]).index_copy_(0, flat_N, new_NHD)
+        self._write(self._keys, layer, flat_N, keys_NHD)
+        self._write(self._values, layer, flat_N, values_NHD)
+
+    def write_states(self, flat_N: torch.Tensor, states_NS: torch.Tensor) -> None:
+        """Store the tapped states of N new positions at ``flat_N``."""
+        self._write(self._states, 0, flat_N, states_NS)
+
+    @torch.inference_mode()
+    def states(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """A copy of the states of a row's positions from ``start`` to before ``stop``, (stop - start, S)."""
+        (memory,) = self._states
+        assert memory is not None
+        return memory[row, start:stop].clone()
+
+    def drop_states(self) -> None:
+        """Hold no states, until some are written; they may have another size."""
+        self._states = [None]
+
+    def _write(self, side: list[torch.Tensor | None], at: int, flat_N: torch.Tensor, new_N: torch.Tensor) -> None:
+        memory = side[at]
+        if memory is None:
+            memory = side[at] = new_N.new_zeros((self.slots, self.capacity, *new_N.shape[1:]))
+        memory.view(-1, *memory.shape[2:]).index_copy_(0, flat_N, new_N)
 
     def view(self, layer: int, rows: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of some rows, each (rows, heads, length, head size), without a copy."""
@@ -74,19 +95,13 @@ class KVSlots:
     @torch.inference_mode()
     def save(self, row: int, length: int) -> Snapshot:
         """A copy of the first ``length`` positions of a row."""
-        return [
-            (keys[row, :length].clone(), values[row, :length].clone())
-            for keys, values in zip(self._keys, self._values, strict=True)
-            if keys is not None and values is not None
-        ]
+        return [memory[row, :length].clone() for memory in self._stored()]
 
     @torch.inference_mode()
     def load(self, row: int, snapshot: Snapshot) -> None:
         """Write a saved row's positions into ``row``."""
-        for memories, saved in zip(zip(self._keys, self._values, strict=True), snapshot, strict=True):
-            for memory, tensor in zip(memories, saved, strict=True):
-                assert memory is not None
-                memory[row, : tensor.shape[0]] = tensor
+        for memory, saved in zip(self._stored(), snapshot, strict=True):
+            memory[row, : saved.shape[0]] = saved
 
     def _stored(self) -> Sequence[torch.Tensor]:
-        return [t for side in (self._keys, self._values) for t in side if t is not None]
+        return [t for side in (self._keys, self._values, self._states) for t in side if t is not None]

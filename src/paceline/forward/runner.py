@@ -1,6 +1,7 @@
 """The policy as a function of packed tokens: one forward pass over ragged rows, logits only where they are needed."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from paceline.forward.attention import NAME, PassPlan, PassRow
 from paceline.forward.invariant import Census, Invariance
 from paceline.forward.invariant_attention import InvariantError, InvariantPlan
 from paceline.forward.kv import KVSlots
+from paceline.forward.taps import Taps
 from paceline.schema import PacelineError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -49,6 +51,7 @@ class Runner:
         self.kv = KVSlots(config.num_hidden_layers)
         self._heads_per_kv = config.num_attention_heads // config.num_key_value_heads
         self._keep_N: torch.Tensor | None = None
+        self._taps: Taps | None = None
         self._invariance = Invariance(model) if invariant else None
         model.set_attn_implementation(NAME)
         # The head's own forward (soft caps, scales) runs on the kept positions alone.
@@ -58,10 +61,27 @@ class Runner:
 
     def close(self) -> None:
         """Undo what was attached to the model and release the slots."""
+        self.tap(())
         self._hook.remove()
         if self._invariance is not None:
             self._invariance.undo()
         self.kv = KVSlots(0)
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """The layers whose outputs are written into the slots."""
+        return () if self._taps is None else self._taps.layers
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on the slots hold the outputs of ``layers`` too, as ``forward.taps.Taps`` names them.
+
+        Those of tokens that were cached before are not there. Raises ModelError for a layer that the model lacks.
+        """
+        taps = Taps(self.model, layers) if layers else None
+        if self._taps is not None:
+            self._taps.close()
+        self._taps = taps
+        self.kv.drop_states()
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[np.ndarray], rows: Sequence[PassRow], keep: np.ndarray) -> torch.Tensor:
@@ -72,14 +92,17 @@ class Runner:
         plan = self._plan(rows)
         input_1N = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)[None]
         self._keep_N = torch.from_numpy(keep).to(self.device)
-        output = self.model(
-            input_ids=input_1N,
-            # A four-dimensional mask is passed through as it is; the plan's own masks are the ones that count.
-            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
-            position_ids=plan.position_N[None],
-            use_cache=False,
-            paceline=plan,
-        )
+        with nullcontext() if self._taps is None else self._taps.watching():
+            output = self.model(
+                input_ids=input_1N,
+                # A four-dimensional mask is passed through as it is; the plan's own masks are the ones that count.
+                attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
+                position_ids=plan.position_N[None],
+                use_cache=False,
+                paceline=plan,
+            )
+        if self._taps is not None:
+            self.kv.write_states(plan.flat_N, self._taps.take()[0])
         logits: torch.Tensor = output.logits[0]
         return logits
 

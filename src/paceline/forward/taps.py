@@ -30,8 +30,11 @@ class Taps:
         self.layers = tuple(layers)
         self._is_watching = False
         self._kept: dict[int, torch.Tensor] = {}
+        # Before all other hooks: one may cut the final states down to where logits are wanted.
         self._hooks = [
-            (model.get_decoder() if layer == FINAL else modules[layer]).register_forward_hook(self._keeper(layer))
+            (model.get_decoder() if layer == FINAL else modules[layer]).register_forward_hook(
+                self._keeper(layer), prepend=True
+            )
             for layer in dict.fromkeys(layers)
         ]
 
