@@ -145,7 +145,8 @@ class Remembers(Protocol):
 class PolicyTraits:
     """What a drafter that is a language model itself must know of the policy and of how its drafts are verified.
 
-    ``run_seed`` is the engine's noise key, ``eos_ids`` end a response, ``device`` is where the policy runs.
+    ``run_seed`` is the engine's noise key, ``eos_ids`` end a response, ``device`` is where the policy runs, and
+    ``context`` is the longest sequence that the engine decodes (0: not known).
     """
 
     vocabulary_size: int
@@ -153,3 +154,4 @@ class PolicyTraits:
     eos_ids: tuple[int, ...] = ()
     acceptance: Literal["coupled", "rejection", "block"] = "coupled"
     device: str = "cpu"
+    context: int = 0
