@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
 
 from paceline.config import HistoryConfig
 from paceline.history import Settings, make_history
-from paceline.history.base import Bytes, Int32s, Int64s
+from paceline.history.base import Bytes, Int32s, Int64s, Proposals
 from paceline.history.snapshot import Snapshot, SnapshotError, shard_of
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -70,26 +71,38 @@ class HistoryDrafter:
     def propose(self, request_ids: Sequence[str], budget: int) -> list[Draft]:
         """A tree (or chain) for each request whose context matches something, at most ``budget`` nodes."""
         live = [self._live[name] for name in request_ids]
-        tokens, parents, probs, sources, offsets, ready = self.history.propose_batch(_numbers(live), budget)
-        drafts = []
-        bounds = offsets.tolist()
-        for index, (name, request) in enumerate(zip(request_ids, live, strict=True)):
-            first, last = bounds[index], bounds[index + 1]
-            if first == last:
-                continue
-            drafts.append(
-                Draft(
-                    request_id=name,
-                    tokens=tokens[first:last],
-                    length=request.length,
-                    version=self._version,
-                    parents=None if self.settings.chains else parents[first:last],
-                    sources=sources[first:last],
-                    probs=probs[first:last],
-                    prefetched=bool(ready[index]),
-                )
+        lengths = [request.length for request in live]
+        drafts = self._drafts(request_ids, lengths, self.history.propose_batch(_numbers(live), budget))
+        return [draft for draft in drafts if len(draft.tokens)]
+
+    def propose_after(self, said: Sequence[tuple[str, Tokens]], budget: int) -> list[Draft]:
+        """What would be drafted had each request said its tokens too, one draft each, which may be empty.
+
+        A request may come more than once. It is no proposal: nothing is learned from it.
+        """
+        live = [self._live[name] for name, _ in said]
+        tokens = [tokens for _, tokens in said]
+        lengths = [request.length + len(text) for request, text in zip(live, tokens, strict=True)]
+        proposals = self.history.propose_after_batch(_numbers(live), *flat(tokens), budget)
+        return self._drafts([name for name, _ in said], lengths, proposals)
+
+    def _drafts(self, names: Sequence[str], lengths: Sequence[int], proposals: Proposals) -> list[Draft]:
+        tokens, parents, probs, sources, offsets, ready = proposals
+        return [
+            Draft(
+                request_id=name,
+                tokens=tokens[first:last],
+                length=length,
+                version=self._version,
+                parents=None if self.settings.chains else parents[first:last],
+                sources=sources[first:last],
+                probs=probs[first:last],
+                prefetched=bool(is_ready),
             )
-        return drafts
+            for name, length, (first, last), is_ready in zip(
+                names, lengths, pairwise(offsets.tolist()), ready, strict=True
+            )
+        ]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Emitted tokens extend the contexts; siblings may draft from them at once."""
