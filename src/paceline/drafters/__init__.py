@@ -1,7 +1,7 @@
 """Who proposes: drafters behind one seam."""
 
 from paceline.config import INSIDE_VLLM, DrafterConfig
-from paceline.drafters.base import Drafter, PolicyTraits, Remembers
+from paceline.drafters.base import Drafter, Learned, PolicyTraits, Remembers
 from paceline.drafters.forced import ForcedDrafter
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.drafters.history import HistoryDrafter
@@ -22,6 +22,7 @@ __all__ = [
     "PrefetchingDrafter",
     "PromptLookupDrafter",
     "history_of",
+    "learned_of",
     "make_drafter",
 ]
 
@@ -54,9 +55,22 @@ def make_drafter(
 
 def history_of(drafter: Drafter | None) -> Remembers | None:
     """The drafter with a memory that ``drafter`` is or drafts with; None where there is none, or it is lost."""
+    if isinstance(drafter, GuardedDrafter) and drafter.lost:
+        return None
+    inmost = _inmost(drafter)
+    return inmost if isinstance(inmost, Remembers) else None
+
+
+def learned_of(drafter: Drafter | None) -> Learned | None:
+    """The drafter with weights that ``drafter`` is or drafts with, lost or not; None where there is none."""
+    inmost = _inmost(drafter)
+    return inmost if isinstance(inmost, Learned) else None
+
+
+def _inmost(drafter: Drafter | None) -> Drafter | None:
     while isinstance(drafter, ForcedDrafter | GuardedDrafter):
-        drafter = None if isinstance(drafter, GuardedDrafter) and drafter.lost else drafter.inner
-    return drafter if isinstance(drafter, Remembers) else None
+        drafter = drafter.inner
+    return drafter
 
 
 def _unforced(

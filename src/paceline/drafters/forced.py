@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.budget.allocate import PRIOR_ACCEPTANCE, Nodes
-from paceline.drafters.base import Drafter, Prefetcher, Renewable, Separate
+from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Separate
 from paceline.sampling.grammar import Matcher, Vocabulary
 from paceline.schema import SOURCES, Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -30,7 +30,7 @@ class _Live:
 
 class ForcedDrafter:
     """Implements ``drafters.base.Drafter`` for requests with a grammar, and of what a drafter may offer beside what
-    ``inner`` offers, but for its memory.
+    ``inner`` offers, but for its memory and its weights.
 
     Where the grammar forces what comes next, those tokens are drafted, also below the nodes that ``inner`` drafts; what
     ``inner`` drafts stays where the grammar permits it, and is cut off where it does not. Requests without a grammar
@@ -49,6 +49,12 @@ class ForcedDrafter:
             self.fresh = lambda: ForcedDrafter(inner.fresh(), vocabulary)
         if isinstance(inner, Separate):
             self.end_process = inner.end_process
+        if isinstance(inner, Observer):
+            self.attach, self.observe = inner.attach, inner.observe
+        if isinstance(inner, Paced):
+            self.pace = inner.pace
+        if isinstance(inner, Reads):
+            self.reading_seconds = inner.reading_seconds
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests become known, and their grammars start."""

@@ -1,11 +1,11 @@
 """A drafter that may fail: its end costs drafts, is told by name, and stops nobody."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from paceline.drafters.base import Drafter, Prefetcher, Renewable, Separate
+from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Seen, Separate
 from paceline.history.snapshot import SnapshotError
 from paceline.schema import Draft, DraftLawError, Outcome, PacelineError, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -16,7 +16,8 @@ Tell = Callable[[str, str], None]
 
 
 class GuardedDrafter:
-    """Implements ``drafters.base.Drafter`` and ``Prefetcher``: whatever ``inner`` raises, the engine goes on.
+    """Implements ``drafters.base.Drafter``, and of what a drafter may offer beside what ``inner`` offers, but for its
+    memory and its weights: whatever ``inner`` raises, the engine goes on.
 
     Then ``tell`` hears of ``drafter_lost``, and nothing is drafted and ``inner`` not called until ``reload`` or
     ``revive``. The next refit revives it once by itself, told as ``drafter_reloaded``. DraftLawError passes, since a
@@ -30,6 +31,8 @@ class GuardedDrafter:
         self._version = 0
         self._is_tried = False  # to revive it, since it was lost
         self._live: dict[str, tuple[RolloutRequest, list[Tokens]]] = {}
+        self._policy: Any = None
+        self._layers: tuple[int, ...] = ()
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests become known."""
@@ -66,6 +69,29 @@ class GuardedDrafter:
         if isinstance(inner, Prefetcher):
             self.attempt(lambda: inner.verifying(drafts))
 
+    def attach(self, policy: Any) -> tuple[int, ...]:
+        """The layers of ``policy`` to be tapped, none where ``inner`` observes nothing. What it raises passes."""
+        self._policy = policy
+        self._layers = self.inner.attach(policy) if isinstance(self.inner, Observer) else ()
+        return self._layers
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """States of committed tokens, for an ``inner`` that was attached."""
+        inner = self.inner
+        if isinstance(inner, Observer):
+            self.attempt(lambda: inner.observe(seen))
+
+    def pace(self, tokens_per_second: float) -> None:
+        """What a second is worth now; of use where drafts of ``inner`` take time."""
+        inner = self.inner
+        if isinstance(inner, Paced):
+            self.attempt(lambda: inner.pace(tokens_per_second))
+
+    def reading_seconds(self) -> float:
+        """Seconds in which ``inner`` caught up on texts; it counts from 0 again where another took over."""
+        inner = self.inner
+        return (self.attempt(inner.reading_seconds) or 0.0) if isinstance(inner, Reads) else 0.0
+
     def attempt(self, call: Callable[[], T]) -> T | None:
         """What ``call``, which calls ``inner``, returns; None where it raises, which loses ``inner``, or is lost."""
         if self.lost:
@@ -99,6 +125,7 @@ class GuardedDrafter:
             for name, (_, parts) in self._live.items()
             if parts
         ]
+        self.attempt(lambda: self._attach_again(drafter))
         self.attempt(lambda: drafter.on_weights(self._version))
         self.attempt(lambda: drafter.start(requests))
         self.attempt(lambda: drafter.commit(said))
@@ -111,6 +138,12 @@ class GuardedDrafter:
         """End the process that ``inner`` works in, where it has one of its own."""
         if isinstance(self.inner, Separate):
             self.inner.end_process()
+
+    def _attach_again(self, drafter: Drafter) -> None:
+        if self._policy is None or not isinstance(drafter, Observer):
+            return
+        if (layers := drafter.attach(self._policy)) != self._layers:
+            raise PacelineError(f"it observes the layers {layers}; the engine taps {self._layers}")
 
     def _lose(self, error: Exception) -> None:
         self.lost = True
