@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paceline.cotrain.block import BlockObjective
 from paceline.cotrain.documents import Document
 from paceline.cotrain.losses import Teacher, soft_cross_entropy
 from paceline.cotrain.ttt import TrainingTimeTest
-from paceline.drafters.heads import Head
+from paceline.drafters.heads import BlockHead, Head
 from paceline.forward.pretrained import ModelError
 
 
@@ -30,6 +31,8 @@ def make_objective(
     """The objective of a head, or of a language model that drafts; ``temperature`` is that of the documents."""
     if not isinstance(model, Head):
         return Distillation(model, teacher, temperature=temperature)
+    if isinstance(model, BlockHead):
+        return BlockObjective(model, teacher, temperature=temperature, decay=decay)
     return TrainingTimeTest(model, teacher, temperature=temperature, passes=passes, decay=decay)
 
 

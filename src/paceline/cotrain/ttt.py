@@ -54,7 +54,7 @@ class TrainingTimeTest:
             policy_ids=self._head.policy_ids(),
             weight_N=weights_P[pass_N],
         )
-        return loss, _sums(scores, pass_N, len(self._weights))
+        return loss, sums_by_pass(scores, pass_N, len(self._weights))
 
     def _passes(self, batch: "_Batch", documents: Sequence[Document]) -> tuple[Tensor, Tensor, Tensor]:
         """What the output matrix reads of all rows that count, (N, H), with each one's pass and row, from 0."""
@@ -125,7 +125,7 @@ def _index(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
 
-def _sums(scores: Scores, pass_N: Tensor, passes: int) -> dict[str, float]:
+def sums_by_pass(scores: Scores, pass_N: Tensor, passes: int) -> dict[str, float]:
     """The rows' scores summed by pass."""
     sums: dict[str, float] = {}
     for name, score_N in (
