@@ -1,10 +1,11 @@
 """Who proposes: drafters behind one seam."""
 
-from paceline.config import INSIDE_VLLM, DrafterConfig
+from paceline.config import INSIDE_VLLM, MODELS, DrafterConfig
 from paceline.drafters.base import Drafter, Learned, PolicyTraits, Remembers
 from paceline.drafters.forced import ForcedDrafter
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.drafters.history import HistoryDrafter
+from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.isolated import IsolatedDrafter, IsolatedHistoryDrafter
 from paceline.drafters.prefetch import PrefetchingDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
@@ -16,6 +17,7 @@ __all__ = [
     "ForcedDrafter",
     "GuardedDrafter",
     "HistoryDrafter",
+    "HybridDrafter",
     "IsolatedDrafter",
     "IsolatedHistoryDrafter",
     "PolicyTraits",
@@ -58,6 +60,8 @@ def history_of(drafter: Drafter | None) -> Remembers | None:
     if isinstance(drafter, GuardedDrafter) and drafter.lost:
         return None
     inmost = _inmost(drafter)
+    if isinstance(inmost, HybridDrafter):
+        return history_of(inmost.history)
     return inmost if isinstance(inmost, Remembers) else None
 
 
@@ -84,23 +88,38 @@ def _unforced(
         raise PacelineError(
             f"drafter.kind={config.kind} drafts inside vLLM only; set engine.kind=vllm, or choose another"
         )
-    if config.kind == "draft_model":
-        if policy is None:
-            raise PacelineError("drafter.kind=draft_model needs a policy whose vocabulary it shares; choose another")
-        if chains and config.draft_model.width > 1:
-            raise PacelineError("drafter.draft_model.width: this engine verifies chains only; set it to 1")
-        # Only here, so that drafters without a model load no torch.
-        from paceline.drafters.draft_model import DraftModelDrafter
-
-        return DraftModelDrafter.from_config(config.draft_model, policy, vocabulary)
+    if config.kind in MODELS:
+        return _model(config, policy, vocabulary, chains)
     if config.isolate:
         separate = IsolatedHistoryDrafter if config.kind == "history" else IsolatedDrafter
         return separate(config, salt, chains)
     if config.kind == "prompt_lookup":
         lookup = config.prompt_lookup
         return PromptLookupDrafter(lookup.min_match, lookup.max_match, lookup.factor, lookup.newest)
-    if config.history.prefetch:
-        drafter = PrefetchingDrafter.from_config(config.history, salt, chains)
-        drafter.outcomes = config.history.prefetch
-        return drafter
-    return HistoryDrafter.from_config(config.history, salt, chains)
+    kind = PrefetchingDrafter if config.history.prefetch else HistoryDrafter
+    history = kind.from_config(config.history, salt, chains)
+    if isinstance(history, PrefetchingDrafter):
+        history.outcomes = config.history.prefetch
+    if config.kind == "hybrid":
+        model = _model(config, policy, vocabulary, chains)
+        coupled = policy is None or policy.acceptance == "coupled"
+        return HybridDrafter(history, model, config.hybrid, coupled=coupled, chains=chains)
+    return history
+
+
+def _model(config: DrafterConfig, policy: PolicyTraits | None, vocabulary: Vocabulary | None, chains: bool) -> Drafter:
+    kind, section = config.model_kind, "draft_model" if config.model_kind == "draft_model" else "head"
+    if policy is None:
+        raise PacelineError(f"drafter.kind={kind} needs a policy whose vocabulary it shares; choose another")
+    if chains and getattr(config, section).width > 1:
+        raise PacelineError(f"drafter.{section}.width: this engine verifies chains only; set it to 1")
+    # Only here, so that drafters without a model load no torch.
+    if kind == "draft_model":
+        from paceline.drafters.draft_model import DraftModelDrafter
+
+        return DraftModelDrafter.from_config(config.draft_model, policy, vocabulary)
+    if kind in ("eagle3", "mtp"):
+        from paceline.drafters.head import HeadDrafter
+
+        return HeadDrafter.from_config(kind, config.head, policy, vocabulary)
+    raise PacelineError(f"drafter.kind={kind}: no such drafter in this engine; choose another")
