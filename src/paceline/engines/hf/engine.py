@@ -16,30 +16,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig, EngineConfig
-from paceline.drafters import history_of
+from paceline.drafters import history_of, learned_of
 from paceline.drafters.base import Drafter
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.engines.drive import generate
 from paceline.engines.guard import check_lossless, verification
+from paceline.engines.hf.observed import Observed
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.engines.hf.schedule import Scheduler, Share
+from paceline.engines.hf.verifying import Verifier, verify
 from paceline.engines.hf.watch import Watch
 from paceline.engines.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.sentinel import Sentinel
-from paceline.forward.attention import PassRow
-from paceline.forward.runner import Runner
+from paceline.forward.runner import Runner, WeightsError
 from paceline.history.snapshot import decode_snapshot, encode_snapshot
-from paceline.sampling.accept import Verdict, VerifyRow, accept
+from paceline.sampling.accept import Verdict, accept
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
 from paceline.sampling.stops import Decode, cut
 from paceline.schema import CANARY, EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
 
 _LOG = logging.getLogger(__name__)
-
-Verifier = Callable[[torch.Tensor, Sequence[VerifyRow], int], list[Verdict]]
-"""What decides a verifying pass, with the signature of ``sampling.accept.accept``."""
 
 
 class HFEngine:
@@ -88,11 +86,13 @@ class HFEngine:
         #: What drafts, guarded: whatever it raises is an event, and the engine goes on without.
         self.drafter = None if drafter is None else GuardedDrafter(drafter, partial(_tell, self._stats))
         self._queue = Queue(self.config, self._runner.kv, self._stats)
+        observed = Observed(self._runner, self._queue)
         self.controller = BudgetController(budget_config or BudgetConfig(), self.table, self._stats)
         self._scheduler = Scheduler(
             self._queue,
             self.controller,
             self._stats,
+            observed,
             budget=budget,
             context=self.context,
             vocabulary=self._runner.vocabulary,
@@ -104,6 +104,7 @@ class HFEngine:
         self._done: list[Rollout] = []
         self._closed = False
         if self.drafter is not None:
+            observed.attach(self.drafter)
             self.drafter.on_weights(0)  # it may come from another engine, whose weights had moved on
 
     @classmethod
@@ -144,7 +145,7 @@ class HFEngine:
         if self._queue.running:
             started = time.perf_counter()
             shares, plan = self._scheduler.schedule(self.drafter if self.is_drafting else None, self.version)
-            verdicts, prefilled = self._verify(shares)
+            verdicts, prefilled = verify(self._runner, self._accept, shares, self.seed, self._stats)
             paths, emitted = self._commit(shares, verdicts)
             self._close(plan, paths, emitted, time.perf_counter() - started, prefilled)
         done, self._done = self._done, []
@@ -231,6 +232,19 @@ class HFEngine:
             self.drafter.on_weights(version)
         return tensors
 
+    def load_drafter_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The model that drafts moves to ``tensors``, made for the policy's ``version``, at any time.
+
+        Raises ``WeightsError``, with nothing loaded, where no model drafts and where they do not fit.
+        """
+        self._check_open()
+        learned = learned_of(self.drafter)
+        if learned is None:
+            raise WeightsError("no model drafts, so there is none to load weights into; set drafter.kind")
+        learned.load_weights(version, tensors)
+        self.controller.refit()
+        self.sentinel.drafter_moved()
+
     def stats(self) -> EngineStats:
         """A copy of the counters since the engine was built."""
         watched = {"drafter_version": self.sentinel.versions()[1], "canary_acceptance": self.sentinel.acceptance}
@@ -273,34 +287,6 @@ class HFEngine:
             self._closed = True
 
     # One pass
-
-    def _verify(self, shares: Sequence[Share]) -> tuple[list[Verdict], int]:
-        """The forward pass and the decision; verdicts of the decoding shares, and how many other tokens were filled."""
-        started = time.perf_counter()
-        tokens, rows, keep, verify = [], [], [], []
-        offset = prefilled = 0
-        for slot, share in enumerate(shares):
-            row, drafted = share.row, share.draft_tokens
-            tokens.append(np.concatenate([row.uncached(share.count), drafted]))
-            rows.append(PassRow(slot, row.cached, share.count, share.parents))
-            if share.decodes:
-                keep.append(np.arange(offset + share.count - 1, offset + share.count + len(drafted)))
-                laws = (None, None) if share.draft is None else (share.draft.laws, share.draft.law_of)
-                prompt, response = row.request.prompt, row.response
-                verify.append(
-                    VerifyRow(row.request_id, row.spec, row.seed, prompt, response, drafted, share.parents, *laws)
-                )
-            prefilled += share.count - 1 if share.decodes else share.count
-            offset += share.count + len(drafted)
-        kept = np.concatenate(keep) if keep else np.empty(0, dtype=np.int64)
-        logits_NV = self._runner.forward(tokens, rows, kept)
-        forwarded = time.perf_counter()
-        verdicts = self._accept(logits_NV, verify, self.seed) if verify else []
-        self._stats.forwards += 1
-        self._stats.tokens_prefilled += prefilled
-        self._stats.forward_seconds += forwarded - started
-        self._stats.accept_seconds += time.perf_counter() - forwarded
-        return verdicts, prefilled
 
     def _commit(
         self, shares: Sequence[Share], verdicts: Sequence[Verdict]

@@ -111,7 +111,7 @@ class Queue:
         """Take the newest running row off its slot; it is recomputed when there is room again."""
         row = max(self.running, key=lambda row: row.arrival)
         self.remove(row)
-        row.cached = 0
+        row.forget()
         self.waiting.appendleft(row)
         self.stats.preemptions += 1
 
@@ -134,4 +134,4 @@ class Queue:
         self._prefixes.clear()
         if recompute:
             for row in self.running:
-                row.cached = 0
+                row.forget()

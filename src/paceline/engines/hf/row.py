@@ -14,7 +14,10 @@ _OTHER = SOURCES.index("other")
 
 
 class Row:
-    """A request's state. ``total`` committed tokens (prompt included), of which the first ``cached`` have KV."""
+    """A request's state. ``total`` committed tokens (prompt included), of which the first ``cached`` have KV.
+
+    Of the policy's states at these the drafter has been given the first ``seen``.
+    """
 
     def __init__(self, request: RolloutRequest, sample_index: int, spec: Spec, arrival: int) -> None:
         self.request = request
@@ -28,6 +31,7 @@ class Row:
         self._tokens[: self.prompt_length] = request.prompt
         self.total = self.prompt_length
         self.cached = 0
+        self.seen = 0
         self.forwards = 0
         self.drafted = 0
         self.accepted = 0
@@ -58,6 +62,10 @@ class Row:
     def is_fresh(self) -> bool:
         """Whether nothing has been emitted yet."""
         return self.total == self.prompt_length
+
+    def forget(self) -> None:
+        """All that was computed for it is computed again."""
+        self.cached = self.seen = 0
 
     def uncached(self, count: int) -> Tokens:
         """The next ``count`` committed tokens that need KV, a view."""

@@ -10,7 +10,8 @@ import numpy as np
 from paceline.budget.allocate import Floats, pruned
 from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.lengths import Lengths, straggler_weights
-from paceline.drafters.base import Drafter, Prefetcher
+from paceline.drafters.guarded import GuardedDrafter
+from paceline.engines.hf.observed import Observed
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
 from paceline.sampling.accept import DraftLawError, chain_parents, depths
@@ -65,6 +66,7 @@ class Scheduler:
         queue: Queue,
         controller: BudgetController,
         stats: EngineStats,
+        observed: Observed,
         *,
         budget: int,
         context: int,
@@ -79,6 +81,7 @@ class Scheduler:
         self.coupled = coupled
         self.used_laws = False
         self._stats = stats
+        self._observed = observed
         self.lengths = Lengths()
         self._weights: dict[str, float] = {}
         self._passes = 0
@@ -89,13 +92,14 @@ class Scheduler:
             self.queue,
             controller,
             stats,
+            self._observed,
             budget=self.budget,
             context=self.context,
             vocabulary=self.vocabulary,
             coupled=self.coupled,
         )
 
-    def schedule(self, drafter: Drafter | None, version: int) -> tuple[list[Share], Plan]:
+    def schedule(self, drafter: GuardedDrafter | None, version: int) -> tuple[list[Share], Plan]:
         """The shares of a pass in slot order: last tokens first, then prompts by arrival, then drafts; and its plan.
 
         Where the memory cannot hold the pass, drafts are given up first, then the newest requests are preempted.
@@ -124,13 +128,13 @@ class Scheduler:
                 self.queue.preempt()
                 shares = [share for share in shares if share.row in running]
             plan.rows = sum(share.decodes for share in shares)
-        if isinstance(drafter, Prefetcher):
+        if drafter is not None:
             drafter.verifying([share.draft for share in shares if share.draft is not None])
         slots = {row.arrival: slot for slot, row in enumerate(running)}
         return sorted(shares, key=lambda share: slots[share.row.arrival]), plan
 
     def _draft(
-        self, plan: Plan, drafter: Drafter, drafting: Sequence[Share], left: int, extra: int, version: int
+        self, plan: Plan, drafter: GuardedDrafter, drafting: Sequence[Share], left: int, extra: int, version: int
     ) -> None:
         """Ask for drafts and give their rows the part that is verified."""
         started = perf_counter()
@@ -142,6 +146,7 @@ class Scheduler:
         drafts: dict[str, Draft] = {}
         if budget > 0:
             self._stats.drafts_asked += len(shares)
+            self._observed.show(drafter, [share.row for share in drafting])
             for draft in drafter.propose(list(shares), budget):
                 share = shares.get(draft.request_id)
                 if share is None or draft.length != share.row.total or draft.version != version:

@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.drafters.base import Drafter
-from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.forced import ForcedDrafter
-from paceline.drafters.guarded import GuardedDrafter
-from paceline.drafters.history import HistoryDrafter
+from paceline.drafters import history_of, learned_of
 from paceline.engines.intake import RequestError
 from paceline.engines.sentinel import Part
 from paceline.forward.checksum import checksums
@@ -32,12 +28,12 @@ class Watch:
         """Of the policy's parameters and buffers, or of those of the model that drafts."""
         if part == "policy":
             return checksums(self._policy)
-        drafter = self._draft_model
-        return {} if drafter is None else checksums(drafter.model)
+        drafter = learned_of(self._engine.drafter)
+        return {} if drafter is None else checksums(drafter.weights)
 
     def versions(self) -> tuple[int, int | None]:
         """Only a model that drafts has weights of its own."""
-        drafter = self._draft_model
+        drafter = learned_of(self._engine.drafter)
         return self._engine.version, None if drafter is None else drafter.weights_version
 
     def answer(self, requests: Sequence[RolloutRequest]) -> list[Rollout] | None:
@@ -45,36 +41,24 @@ class Watch:
         engine = self._engine
         if engine.busy or engine.drafter is None:
             return None
-        learned = self._drafter.history.votes() if isinstance(self._drafter, HistoryDrafter) else None
+        guard, history = engine.drafter, history_of(engine.drafter)
+        votes = None if history is None else guard.attempt(history.votes)
         try:
             with engine.aside():
                 return engine.generate(requests)
         except RequestError:
             return None
         finally:
-            if learned is not None and isinstance(self._drafter, HistoryDrafter):
-                self._drafter.history.set_votes(learned)
+            if history is not None and votes is not None:
+                guard.attempt(lambda: history.set_votes(votes))
 
     def set_drafting(self, on: bool) -> None:
         """Draft or decode plainly from the next pass on."""
         self._engine.is_drafting = on
 
     def reload_drafter(self) -> bool:
-        """Load a draft model's weights again; another drafter is renewed only where it was lost, with all it knew."""
-        guard, drafter = self._engine.drafter, self._draft_model
-        if isinstance(guard, GuardedDrafter) and guard.lost:
+        """Load the weights of a model that drafts again; a drafter that was lost is renewed, with all it knew."""
+        guard, drafter = self._engine.drafter, learned_of(self._engine.drafter)
+        if guard is not None and guard.lost:
             return guard.revive()
         return drafter is not None and drafter.reload()
-
-    @property
-    def _drafter(self) -> Drafter | None:
-        """What drafts in the end."""
-        drafter: Drafter | None = self._engine.drafter
-        while isinstance(drafter, ForcedDrafter | GuardedDrafter):
-            drafter = drafter.inner
-        return drafter
-
-    @property
-    def _draft_model(self) -> DraftModelDrafter | None:
-        drafter = self._drafter
-        return drafter if isinstance(drafter, DraftModelDrafter) else None

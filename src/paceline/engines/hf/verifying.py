@@ -1,0 +1,48 @@
+"""The verifying pass: one forward over all that the rows bring, and the decision about their drafts."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from paceline.engines.hf.schedule import Share
+from paceline.forward.attention import PassRow
+from paceline.forward.runner import Runner
+from paceline.sampling.accept import Verdict, VerifyRow
+from paceline.schema import EngineStats
+
+Verifier = Callable[[torch.Tensor, Sequence[VerifyRow], int], list[Verdict]]
+"""What decides a verifying pass, with the signature of ``sampling.accept.accept``."""
+
+
+def verify(
+    runner: Runner, decide: Verifier, shares: Sequence[Share], seed: int, stats: EngineStats
+) -> tuple[list[Verdict], int]:
+    """Verdicts of the decoding shares, which are in slot order, and how many other tokens were filled.
+
+    ``seed`` is the run's noise key. Tokens that were filled and the times are counted in ``stats``.
+    """
+    started = time.perf_counter()
+    tokens, rows, keep, asked = [], [], [], []
+    offset = prefilled = 0
+    for slot, share in enumerate(shares):
+        row, drafted = share.row, share.draft_tokens
+        tokens.append(np.concatenate([row.uncached(share.count), drafted]))
+        rows.append(PassRow(slot, row.cached, share.count, share.parents))
+        if share.decodes:
+            keep.append(np.arange(offset + share.count - 1, offset + share.count + len(drafted)))
+            laws = (None, None) if share.draft is None else (share.draft.laws, share.draft.law_of)
+            prompt, response = row.request.prompt, row.response
+            asked.append(VerifyRow(row.request_id, row.spec, row.seed, prompt, response, drafted, share.parents, *laws))
+        prefilled += share.count - 1 if share.decodes else share.count
+        offset += share.count + len(drafted)
+    kept = np.concatenate(keep) if keep else np.empty(0, dtype=np.int64)
+    logits_NV = runner.forward(tokens, rows, kept)
+    forwarded = time.perf_counter()
+    verdicts = decide(logits_NV, asked, seed) if asked else []
+    stats.forwards += 1
+    stats.tokens_prefilled += prefilled
+    stats.forward_seconds += forwarded - started
+    stats.accept_seconds += time.perf_counter() - forwarded
+    return verdicts, prefilled
