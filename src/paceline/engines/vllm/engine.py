@@ -111,7 +111,8 @@ class VllmEngine:
         self._closed = False
         self._uncounted = PassCounts()
         try:
-            self._weights = Weights(self._front, model, refit_names, mend=mend, allow_lossy=allow_lossy)
+            drafts = _files_of_drafter(made.speculative)
+            self._weights = Weights(self._front, model, refit_names, drafter=drafts, mend=mend, allow_lossy=allow_lossy)
             for name in self._front.rpc("paceline_mend", mend)[0]:
                 self._stats.count(f"mended/{name}")
         except PacelineError:
@@ -367,6 +368,12 @@ _FROM_PLUGIN = (
     "pass_seconds",
     "plain_seconds",
 )
+
+
+def _files_of_drafter(speculative: Mapping[str, Any] | None) -> str | None:
+    """Where the files of a model that drafts are, if it has files of its own."""
+    settings = speculative or {}
+    return settings.get("model") if settings.get("method") in ("draft_model", "eagle3") else None
 
 
 def _front(kind: str) -> Callable[[Launch], Front]:

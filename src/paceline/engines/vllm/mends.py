@@ -113,6 +113,27 @@ def with_offsets(original: Any) -> Any:
     return after
 
 
+def head_owner() -> Any:
+    """The class of vLLM that gives heads that draft what they share with the policy; None where none does that so."""
+    try:
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Owner
+    except ImportError:
+        return None
+    return Owner if hasattr(Owner, "_maybe_share_lm_head") else None
+
+
+def keeping_its_own(original: Any) -> Any:
+    """A head whose checkpoint has an output matrix keeps it, whatever it equals."""
+
+    def _maybe_share_lm_head(self: Any, policy: Any) -> None:
+        own = self.model.lm_head if getattr(self.model, "has_own_lm_head", False) else None
+        original(self, policy)
+        if own is not None:
+            self.model.lm_head = own
+
+    return _maybe_share_lm_head
+
+
 def _without(places: tuple[Any, Any], rows: list[int]) -> tuple[Any, Any]:
     """Places (rows, tokens) of a matrix, those in ``rows`` left out."""
     if not rows:

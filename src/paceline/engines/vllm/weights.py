@@ -63,9 +63,10 @@ class Catalogue:
 class Weights:
     """Moves the policy of a running vLLM, and its drafter's model, to new weights; knows when they are void.
 
-    ``model`` is the checkpoint that vLLM was started with, ``expected`` names what every set must hold (None: all of
-    it). What is fused into one layer is loaded together, so a set that names a part of it is completed from the
-    checkpoint. With ``mend`` false sets that a known fault would spoil are refused, unless ``allow_lossy``.
+    ``model`` is the checkpoint that vLLM was started with, ``drafter`` that of a model that drafts (None: it is not
+    known), ``expected`` names what every set must hold (None: all of it). What is fused into one layer is loaded
+    together, so a set that names a part of it is completed from the checkpoint. With ``mend`` false sets that a known
+    fault would spoil are refused, unless ``allow_lossy``.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Weights:
         model: str | Path,
         expected: Iterable[str] | None = None,
         *,
+        drafter: str | Path | None = None,
         mend: bool = True,
         allow_lossy: bool = False,
     ) -> None:
@@ -82,10 +84,13 @@ class Weights:
         self._allow_lossy = allow_lossy
         self._model = model
         self._catalogue: Catalogue | None = None
+        self._drafter_files = drafter
+        self._drafter_shapes: dict[str, tuple[int, ...]] | None = None
         layout = front.rpc("paceline_layout")[0]
         self._tied: bool = layout["tied"]
         self._fused = {part: whole for whole, parts in layout["fused"].items() for part in parts}
         self._parameters = frozenset(layout["parameters"])
+        self._shared: list[str] = layout.get("shared", [])
         self._expected = None if expected is None else frozenset(expected)
         self._moved: set[str] = set()
         self._drafter: dict[str, torch.Tensor] = {}
@@ -134,9 +139,15 @@ class Weights:
         return self._arrived(tensors)
 
     def load_drafter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The drafter's model gets ``tensors``, by their names in its checkpoint; WeightsError where none drafts."""
+        """The drafter's model gets ``tensors``, by their names in its checkpoint.
+
+        WeightsError where none drafts, and with the first tensor that is missing, unknown, of another shape, or the
+        policy's own; nothing is sent then. ``t2d``, which vLLM does not read, is left out.
+        """
         if self.drafter_version is None:
             raise WeightsError("no model drafts, so there is none to load weights into; set drafter.kind")
+        tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
+        self._check_drafter(tensors)
         self._send("start_draft_weight_update", version, tensors)
         self._drafter |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         self._drafter_version = version
@@ -176,6 +187,34 @@ class Weights:
     def void(self) -> bool:
         """Whether the policy has no weights, since it slept, until ``load``."""
         return self._void
+
+    def _check_drafter(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if self._is_shared(name):
+                raise WeightsError(f"{name} is the policy's own where it drafts: leave it out; none was loaded")
+        if self._drafter_files is None:
+            return
+        if self._drafter_shapes is None:
+            known = Catalogue.read(self._drafter_files).shapes
+            self._drafter_shapes = {
+                name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: shape
+                for name, shape in known.items()
+                if name != "t2d" and not self._is_shared(name)
+            }
+        shapes = self._drafter_shapes
+        wrong = sorted(shapes.keys() ^ tensors.keys())
+        if wrong:
+            what = f"lacks {wrong[0]}" if wrong[0] in shapes else f"has {wrong[0]}, which the drafter does not have"
+            raise WeightsError(f"the drafter's set of weights {what}; none was loaded")
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise WeightsError(
+                    f"{name} has shape {tuple(tensor.shape)}, the drafter's is {shapes[name]}; none was loaded"
+                )
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether the drafter's model has the tensor of that name from the policy."""
+        return any(own == name or own.endswith(f".{name}") for own in self._shared)
 
     def _known(self) -> Catalogue:
         if self._catalogue is None:

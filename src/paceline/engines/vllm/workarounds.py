@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from paceline.engines.vllm.mends import replacements
+from paceline.engines.vllm.mends import head_owner, keeping_its_own, replacements
 from paceline.engines.vllm.versions import Version, installed, parsed
 from paceline.schema import SamplingParams
 
@@ -108,6 +108,14 @@ FAULTS: tuple[Fault, ...] = (
         lossy=True,
     ),
     Fault(
+        name="shared_head",
+        what="a head that drafts and whose output matrix equals the policy's gets the policy's own: new weights of "
+        "either are then loaded into both",
+        answer="mended",
+        noted="2026-11-30",
+        seen=("0.32.0",),
+    ),
+    Fault(
         name="ignored_parameters",
         what="neither min_p nor logit_bias is applied where vLLM speculates",
         answer="refused",
@@ -163,21 +171,31 @@ def mend_process() -> list[str]:
 
     It changes nothing that a vLLM computes, so it is done whether or not faults are to be mended.
     """
+    done = ["shared_head"] if keep_heads_apart() else []
     if "second_engine" not in faults_here():
-        return []
+        return done
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
     register = kind.register_triton_kernel_overrides
-    done: list[bool] = []
+    calls: list[bool] = []
 
     def once(*_: Any) -> None:
-        if not done:
+        if not calls:
             register()
-            done.append(True)
+            calls.append(True)
 
     _replace("second_engine", kind, "register_triton_kernel_overrides", once)
-    return ["second_engine"]
+    return [*done, "second_engine"]
+
+
+def keep_heads_apart() -> bool:
+    """Have heads that draft keep their own output matrix; for each process that loads one, before it does."""
+    owner = head_owner()
+    if owner is None or "shared_head" not in faults_here():
+        return False
+    _mend("shared_head", owner, "_maybe_share_lm_head", keeping_its_own)
+    return True
 
 
 def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> list[str]:
@@ -198,6 +216,7 @@ def mend_worker(runner: Any, mend: bool = True, *, transfers: bool = False) -> l
         for name in wanted:
             _restore(name)
         return []
+    wanted["shared_head"] = lambda: "shared_head" in _replaced
     for name, action in wanted.items():
         if name in here and action():
             _say(here[name])

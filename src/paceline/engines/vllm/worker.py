@@ -52,7 +52,7 @@ class WorkerExtension:
             return {}
         own = _tensors(model)
         if part == "drafter":
-            shared = {tensor.data_ptr() for tensor in _tensors(_model(self, "policy")).values()}
+            shared = _places(_model(self, "policy"))
             own = {name: tensor for name, tensor in own.items() if tensor.data_ptr() not in shared}
         shared_modules = set() if part == "policy" else set(_model(self, "policy").modules())
         return checksums({**own, **_answers(model, shared_modules)})
@@ -64,12 +64,19 @@ class WorkerExtension:
         return [] if model is None else [name for name, layer in model.named_modules() if _is_stale(layer)]
 
     def paceline_layout(self) -> dict[str, Any]:
-        """How the policy's weights are laid out: ``fused`` layers by their parts, whether ``tied``, ``parameters``."""
+        """How the policy's weights are laid out: ``fused`` layers by their parts, whether ``tied``, ``parameters``.
+
+        ``shared`` are those that the drafter's model has from the policy, by the names that it gives them.
+        """
         model = _model(self, "policy")
         config = self.vllm_config.model_config.hf_config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
         fused = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
-        return {"fused": fused, "tied": tied, "parameters": [name for name, _ in model.named_parameters()]}
+        drafter = _model(self, "drafter")
+        own = {} if drafter is None else _tensors(drafter)
+        shared = [name for name, tensor in own.items() if tensor.data_ptr() in _places(model)]
+        names = [name for name, _ in model.named_parameters()]
+        return {"fused": fused, "tied": tied, "parameters": names, "shared": shared}
 
     def paceline_has_draft_model(self) -> bool:
         """Whether a model drafts, with weights of its own."""
@@ -132,6 +139,10 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor.numel()}
 
 
+def _places(model: Any) -> set[int]:
+    return {tensor.data_ptr() for tensor in _tensors(model).values()}
+
+
 def _answers(model: Any, shared: set[Any]) -> dict[str, torch.Tensor]:
     """What packed layers answer to a fixed input, by name."""
     layers = {name: layer for name, layer in model.named_modules() if _is_packed(layer) and layer not in shared}
@@ -145,7 +156,9 @@ def _is_packed(layer: Any) -> bool:
 
 def _width(layer: Any) -> int:
     # Where only the packed matrix was kept the weight is an empty vector.
-    return int(layer.weight.shape[1] if layer.weight.ndim == 2 else getattr(layer, "input_size_per_partition", 0))
+    if layer.weight.ndim == 2:
+        return int(layer.weight.shape[1])
+    return int(getattr(layer, "input_size_per_partition", getattr(layer, "input_size", 0)))
 
 
 def _probe(layer: Any) -> torch.Tensor:
@@ -170,3 +183,4 @@ def _register_transfer() -> None:
 # vLLM imports this module in each worker, when it looks up the class above; a moment later it looks up the transfer
 # engine by name, and offers nothing in between.
 _register_transfer()
+workarounds.keep_heads_apart()
