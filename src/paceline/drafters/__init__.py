@@ -118,6 +118,10 @@ def _model(config: DrafterConfig, policy: PolicyTraits | None, vocabulary: Vocab
         from paceline.drafters.draft_model import DraftModelDrafter
 
         return DraftModelDrafter.from_config(config.draft_model, policy, vocabulary)
+    if kind == "block":
+        from paceline.drafters.block import BlockDrafter
+
+        return BlockDrafter.from_config(kind, config.head, policy, vocabulary)
     if kind in ("eagle3", "mtp"):
         from paceline.drafters.head import HeadDrafter
 
