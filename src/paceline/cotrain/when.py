@@ -1,6 +1,7 @@
 """When the model that drafts is trained: never, every so many steps, or when its drift costs more than its training."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ class Generation:
     seconds: float
 
     @classmethod
-    def of(cls, rollouts: list[Rollout], seconds: float) -> "Generation":
+    def of(cls, rollouts: Sequence[Rollout], seconds: float) -> "Generation":
         """That of these rollouts. Siblings are alike, so the error is that of a ratio of sums over groups."""
         groups: dict[str, np.ndarray] = {}
         for rollout in rollouts:
@@ -147,7 +148,8 @@ class When:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what ``state`` gave; TypeError for anything else."""
-        self._books = _Books(**{key: math.nan if value is None else value for key, value in state.items()})
+        known: dict[str, Any] = {key: math.nan if value is None else value for key, value in state.items()}
+        self._books = _Books(**known)
 
     def _observe(self, seen: Generation) -> None:
         books = self._books

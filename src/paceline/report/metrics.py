@@ -19,7 +19,7 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 #: The phases that a step's seconds are split into, in the order of the step. They add up to the step's wall clock.
-PHASES: tuple[str, ...] = ("generation", "reward", "train", "refit", "check", "eval", "other")
+PHASES: tuple[str, ...] = ("generation", "reward", "train", "drafter", "refit", "check", "eval", "other")
 
 #: What the identity check may have found, from good to bad. ``law only``: tokens differ, and ``engine.acceptance``
 #: promises no more than equal distributions, which comparing tokens cannot check; ``paceline audit`` can.
@@ -99,6 +99,35 @@ METRICS: tuple[Metric, ...] = (
         "canary_acceptance",
         "",
         "Share of the tokens of the sentinel's last canaries that had been drafted, before the step. NaN without any.",
+    ),
+    Metric("draft_trained", "", "Whether the model that drafts was trained in the step."),
+    Metric(
+        "draft_reason",
+        "",
+        "Why it was or was not: `every` so many steps and `between` them, to `measure`, for `drift` or `growth`, "
+        "as a `probe`, or not, as it `rests` or is `never` trained.",
+    ),
+    Metric(
+        "draft_loss",
+        "nats",
+        "Cross-entropy of the drafter against the policy's law before the training, a row, weighted over the depths.",
+    ),
+    Metric(
+        "draft_overlaps",
+        "",
+        "By depth, the mass that drafter and policy have in common, before the training: what rejection would accept.",
+    ),
+    Metric("draft_grad_norm", "", "Norm of the drafter's gradient before its own clipping, mean over its updates."),
+    Metric("draft_train_seconds", "s", "What the training took, passes and refit of the drafter included."),
+    Metric(
+        "draft_drift_seconds",
+        "s",
+        "Generation time lost since the last training, as fewer drafts are kept than right after it.",
+    ),
+    Metric(
+        "draft_growth_seconds",
+        "s",
+        "Generation time that a training should save by what the last one made the drafter better for good.",
     ),
     Metric(
         "identity",

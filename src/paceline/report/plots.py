@@ -28,6 +28,7 @@ _VARIABLES = {
     "#090909": "--rose",
     "#0a0a0a": "--sky",
     "#0b0b0b": "--olive",
+    "#0c0c0c": "--clay",
 }
 _PLACEHOLDER = {variable.removeprefix("--"): colour for colour, variable in _VARIABLES.items()}
 _INK, _MUTED, _LINE, _BAND = (_PLACEHOLDER[name] for name in ("ink", "muted", "line", "band"))
@@ -38,6 +39,7 @@ PHASE_COLOURS = {
     "generation": "teal",
     "reward": "amber",
     "train": "indigo",
+    "drafter": "clay",
     "refit": "rose",
     "check": "sky",
     "eval": "olive",

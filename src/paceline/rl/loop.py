@@ -31,6 +31,7 @@ from paceline.report.trace import (
 )
 from paceline.rl import checkpoint, folder
 from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
+from paceline.rl.drafting import Cotraining
 from paceline.rl.engine import check, drafts, make_engine, projected_plain_seconds, resting
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
@@ -96,6 +97,7 @@ class Run:
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
         self.engine = make_engine(config, self.policy, out / folder.EXPORT, bool(grammars))
+        self.cotraining = Cotraining(config, self.policy, self.learner, self._warn)
         self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
 
@@ -140,6 +142,7 @@ class Run:
                         self._report()
                         raise KeyboardInterrupt
         self._save_policy()
+        self.cotraining.write(self.out)
         self._report()
 
     def _step(self, step: int) -> tuple[StepRecord, list[TraceRow]]:
@@ -171,22 +174,25 @@ class Run:
         clock.lap("check")
 
         version = self.engine.version
+        batch = Batch(
+            prompts=[item.tokens for item in of_rollout],
+            responses=[rollout.tokens for rollout in rollouts],
+            rewards=rewards,
+            group_ids=[item.name for item in of_rollout],
+            engine_logprobs=[rollout.logprobs for rollout in rollouts],
+        )
+        self.cotraining.decide(step, rollouts, clock.seconds["generation"])
         with resting(self.engine):
-            learned = self.learner.update(
-                Batch(
-                    prompts=[item.tokens for item in of_rollout],
-                    responses=[rollout.tokens for rollout in rollouts],
-                    rewards=rewards,
-                    group_ids=[item.name for item in of_rollout],
-                    engine_logprobs=[rollout.logprobs for rollout in rollouts],
-                )
-            )
+            learned = self.learner.update(batch, *self.cotraining.collecting(batch))
+            clock.lap("train")
+            self.cotraining.train(batch)
+        clock.lap("drafter")
         for skipped in ("skipped_no_advantage", "skipped_not_finite"):
             self._events[f"update_{skipped}"] += int(learned[skipped])
         self._warn_if("weights_stale", weights_stale(step, learned["mismatch_kl"], self._shaping, config.policy.dtype))
-        clock.lap("train")
 
         self.engine.load_weights(step + 1, self.policy.refit_tensors())
+        self.cotraining.refit(self.engine, step + 1)
         clock.lap("refit")
 
         eval_reward = math.nan
@@ -240,6 +246,7 @@ class Run:
             events=self._take_events(),
             **decisions,
             **rollout_metrics(rollouts),
+            **self.cotraining.metrics(),
         )
         clock.lap("other")
         return record, rows
@@ -292,8 +299,13 @@ class Run:
         saved = checkpoint.save(
             self.out / folder.CHECKPOINTS,
             self._next_step,
-            {"policy": self.policy.state(), "optimiser": self.learner.state()},
-            {"seed": self.config.seed, "weight_version": self.engine.version, **self.engine.state()},
+            {"policy": self.policy.state(), "optimiser": self.learner.state(), **self.cotraining.tensors()},
+            {
+                "seed": self.config.seed,
+                "weight_version": self.engine.version,
+                **self.engine.state(),
+                **self.cotraining.meta(),
+            },
             {} if history is None else {HISTORY: history},
             warn=self._warn,
         )
@@ -320,6 +332,7 @@ class Run:
             self.engine.load_state(found.meta)
         except (KeyError, TypeError, ValueError, PacelineError) as error:
             self._warn("budget_lost", f"the checkpoint's record of what drafting brought is of no use ({error!r})")
+        self.cotraining.load(found, self.engine)
         if HISTORY in found.blobs:
             try:
                 self.engine.restore_history(found.blobs[HISTORY])
@@ -329,6 +342,7 @@ class Run:
 
     def warm_start(self) -> None:
         """Start from the history that ``drafter.history.warm`` names, where it names one that can be used."""
+        self.cotraining.load_into(self.engine)
         warm = self.config.drafter.history.warm
         if warm is None or self.config.drafter.kind != "history":
             return

@@ -1,0 +1,227 @@
+"""The drafter's side of a run: the model that drafts is trained on the states that the policy's update computes."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from torch import Tensor
+
+from paceline.config import HEADS, Config
+from paceline.cotrain.export import ExportError, stored_head, write_head
+from paceline.cotrain.taps import LEAST_RESPONSE, Collector, spread
+from paceline.cotrain.trainer import Drafting, Trainer
+from paceline.cotrain.when import Decision, Generation, When
+from paceline.drafters.heads import Head, HeadKind, make_head
+from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
+from paceline.rl.checkpoint import Checkpoint
+from paceline.rl.engine import RunEngine, drafts
+from paceline.rl.learner import Batch, Learner
+from paceline.rl.policy import Policy
+from paceline.schema import PacelineError, Rollout
+
+#: Groups of tensors in a checkpoint, and the key of what ``When`` measured.
+WEIGHTS, OPTIMISER, META = "drafter", "drafter_optimiser", "drafting"
+#: The trained drafter in the folder of a run.
+FOLDER = "drafter"
+
+Warn = Callable[[str, str], None]
+
+
+class DraftMetrics(TypedDict):
+    """The fields of ``StepRecord`` that follow from the drafter's training."""
+
+    draft_trained: bool
+    draft_reason: str
+    draft_loss: float
+    draft_overlaps: list[float]
+    draft_grad_norm: float
+    draft_train_seconds: float
+    draft_drift_seconds: float
+    draft_growth_seconds: float
+
+
+class Cotraining:
+    """Decides each step whether the drafter is trained, trains it, and hands it to the engine.
+
+    Without a model that drafts, or with ``cotrain.when`` never, it does nothing: a drafter that a checkpoint holds is
+    given to the engine all the same. ModelError, one line, where the model cannot be had.
+    """
+
+    def __init__(self, config: Config, policy: Policy, learner: Learner, warn: Warn) -> None:
+        self.config = config
+        self.learner = learner
+        self._policy, self._warn = policy, warn
+        self._when = When(config.cotrain)
+        self._version = 0
+        self._held: Mapping[str, Tensor] = {}
+        self._decision = Decision(False, "never")
+        self._collector: Collector | None = None
+        self._metrics: dict[str, float] = {}
+        self._seconds = math.nan
+        self.trainer: Trainer | None = None
+        learns = drafts(config) and config.drafter.model_kind is not None and config.cotrain.when != "never"
+        if learns:
+            model = _model(config, policy)
+            self.trainer = Trainer(model, policy.model, config.cotrain, config.sampling.temperature)
+
+    # A step, in this order
+
+    def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float) -> None:
+        """Whether this step, whose rollouts took so long, trains the drafter."""
+        self._collector, self._metrics, self._seconds = None, {}, math.nan
+        if self.trainer is not None:
+            self._decision = self._when.decide(step, Generation.of(rollouts, generation_seconds))
+
+    def collecting(self, batch: Batch) -> tuple[Collector | None, list[int]]:
+        """What ``Learner.update`` takes beside the batch: who collects, and which rollouts. None where none is due."""
+        if self.trainer is None or not self._decision.trains:
+            return None, []
+        model = self.trainer.model
+        self._collector = Collector(self._policy.model, model.taps if isinstance(model, Head) else ())
+        return self._collector, self._spread(batch, self.learner.computed(batch), self.config.cotrain.tokens)
+
+    def train(self, batch: Batch) -> None:
+        """Train on what was collected, if a training is due.
+
+        Rollouts without advantage are not computed by the update. Where the others hold less than half of the tokens
+        that a training may read, a pass over more is made for the drafter alone.
+        """
+        if self.trainer is None or self._collector is None:
+            return
+        started, collector = time.perf_counter(), self._collector
+        computed = set(self.learner.computed(batch))
+        rows = self._spread(batch, range(len(batch.prompts)), 0)
+        whole = sum(len(batch.prompts[row]) + len(batch.responses[row]) for row in rows)
+        most = min(self.config.cotrain.tokens or whole, whole)
+        if 2 * collector.tokens < most:
+            more = self._spread(batch, [row for row in rows if row not in computed], most - collector.tokens)
+            self.learner.read(batch, more, collector)
+        collector.close()
+        self._metrics = self.trainer.train(collector.documents())
+        self._collector = None
+        self._seconds = time.perf_counter() - started
+        if self._metrics["skipped_not_finite"]:
+            self._warn("drafter_not_finite", "the drafter's gradient was not finite; it stays as it was")
+
+    def refit(self, engine: RunEngine, version: int) -> None:
+        """Give the engine the drafter that was trained in this step, made for the policy's ``version``."""
+        if not self._metrics:
+            return
+        started = time.perf_counter()
+        if self._trained:
+            self._version = version
+            self.load_into(engine)
+        self._seconds += time.perf_counter() - started
+        self._when.trained(self._seconds, self._metrics["expected"])
+
+    def metrics(self) -> DraftMetrics:
+        """What became of it, for the step's record."""
+        found, decision = self._metrics, self._decision
+        overlaps = [found[name] for name in sorted(found, key=_pass) if name.startswith("overlap_")]
+        return DraftMetrics(
+            draft_trained=self._trained,
+            draft_reason=decision.why,
+            draft_loss=found.get("loss", math.nan),
+            draft_overlaps=overlaps,
+            draft_grad_norm=found.get("grad_norm", math.nan),
+            draft_train_seconds=self._seconds,
+            draft_drift_seconds=decision.drift_seconds,
+            draft_growth_seconds=decision.growth_seconds,
+        )
+
+    @property
+    def _trained(self) -> bool:
+        return self._metrics.get("updates", 0.0) > 0
+
+    def _spread(self, batch: Batch, rows: Sequence[int], most_tokens: int) -> list[int]:
+        rows = [row for row in rows if len(batch.responses[row]) >= LEAST_RESPONSE]
+        lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
+        return spread(lengths, batch.group_ids, most_tokens, rows)
+
+    # The engine and files
+
+    def load_into(self, engine: RunEngine) -> None:
+        """Give the engine the drafter as it is; where it refuses, that is an event, and the run goes on."""
+        weights = self._held if self.trainer is None else self.trainer.weights
+        if not weights:
+            return
+        try:
+            engine.load_drafter_weights(self._version, weights)
+        except PacelineError as error:
+            self._warn("drafter_not_loaded", f"the engine goes on with the drafter that it has: {error}")
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Groups for a checkpoint."""
+        if self.trainer is None:
+            return {WEIGHTS: self._held} if self._held else {}
+        return {WEIGHTS: self.trainer.weights, OPTIMISER: self.trainer.state()}
+
+    def meta(self) -> dict[str, Any]:
+        """What else a checkpoint holds of it."""
+        return {META: {"version": self._version, "when": self._when.state()}}
+
+    def load(self, found: Checkpoint, engine: RunEngine) -> None:
+        """Go on from a checkpoint, in trainer and engine; a drafter that does not fit starts anew, as an event."""
+        meta = found.meta.get(META, {})
+        weights = found.tensors.get(WEIGHTS)
+        if weights is None and self.trainer is None:
+            return
+        try:
+            if weights is None:
+                raise PacelineError("the checkpoint holds no drafter")
+            if self.trainer is None:
+                self._held = weights
+            else:
+                self._restore(self.trainer, weights, found.tensors.get(OPTIMISER))
+                if "when" in meta:
+                    self._when.load_state(meta["when"])
+            self._version = int(meta.get("version", 0))
+        except (PacelineError, TypeError, ValueError) as error:
+            self._warn("drafter_lost", f"{error}; the drafter starts anew")
+        self.load_into(engine)
+
+    def _restore(self, trainer: Trainer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor] | None) -> None:
+        before = {name: tensor.clone() for name, tensor in trainer.weights.items()}
+        trainer.load_weights(weights)
+        try:
+            if state is not None:  # None: it was not trained then
+                trainer.load_state(state)
+        except PacelineError:
+            trainer.load_weights(before)
+            raise
+
+    def write(self, out: Path) -> None:
+        """Write the trained drafter into the folder of the run; an event where that fails."""
+        if self.trainer is None:
+            return
+        model, target = self.trainer.model, out / FOLDER
+        try:
+            if isinstance(model, Head):
+                write_head(stored_head(model, policy=self.config.policy.path, version=self._version), target)
+            else:
+                with no_progress_bars():
+                    model.save_pretrained(target)
+                self._policy.tokenizer.save_pretrained(target)
+        except (ExportError, OSError) as error:
+            self._warn("drafter_not_written", f"{error}; the last checkpoint holds its weights")
+
+
+def _model(config: Config, policy: Policy) -> Drafting:
+    """The model that is trained, as the engine's drafter starts."""
+    drafter = config.drafter
+    if drafter.model_kind in HEADS:
+        # A policy with an adapter has other layers than its checkpoint; a head starts from the merged ones.
+        plain = policy.model if policy.adapter is None else policy.engine_model()
+        head = make_head(cast(HeadKind, drafter.model_kind), drafter.head, plain, config.seed)
+        head.bind(policy.model)
+        return head
+    own, key = drafter.draft_model, "drafter.draft_model.path"
+    model = load_pretrained(model_source(own.path, key), key, own.path, own.dtype)
+    return model.to(policy.device).eval()  # type: ignore[arg-type]
+
+
+def _pass(name: str) -> int:
+    number = name.rpartition("_")[2]
+    return int(number) if number.isdigit() else 0
