@@ -13,7 +13,7 @@ import argparse
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,7 +50,7 @@ class Size:
     rows: int = 16
 
 
-FULL = Size("full", width=192, layers=16, pretraining_steps=900, sft_steps=250)
+FULL = Size("full", width=192, layers=16, pretraining_steps=800, sft_steps=250)
 QUICK = Size("quick", width=64, layers=4, pretraining_steps=60, sft_steps=60)
 
 
@@ -192,15 +192,22 @@ def make(name: str, size: Size = FULL, tell: Callable[[str], None] = print) -> P
         steps, draw, peak_lr = size.sft_steps, answer, 1e-3
     model.float().requires_grad_(True)
 
-    def fitting() -> Sequence[Pair]:
-        return [fits(draw, tokenizer, rng) for _ in range(size.rows)]
-
     def progress(step: int, loss: float) -> None:
         tell(f"{name}: step {step}, loss {loss:.3f}, {time.process_time():.0f} CPU-s")
 
-    train(model, tokenizer, fitting, steps, peak_lr, progress, whole=name == "zero")
+    rows = batches(lambda: fits(draw, tokenizer, rng), size.rows, rng)
+    train(model, tokenizer, lambda: next(rows), steps, peak_lr, progress, whole=name == "zero")
     save(model, tokenizer, home)
     return home
+
+
+def batches(page: Callable[[], Pair], rows: int, rng: random.Random) -> Iterator[list[Pair]]:
+    """Batches of pages of like lengths, so that little is padded."""
+    while True:
+        pool = sorted((page() for _ in range(16 * rows)), key=lambda pair: sum(map(len, pair)))
+        parts = [pool[start : start + rows] for start in range(0, len(pool), rows)]
+        rng.shuffle(parts)
+        yield from parts
 
 
 def fits(draw: Callable[[random.Random], Pair], tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Pair:

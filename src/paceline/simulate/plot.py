@@ -7,9 +7,9 @@ from typing import Any
 from paceline.schema import PacelineError
 from paceline.simulate.results import ReplayResult
 
-_COLOURS = ("#0d9488", "#4f46e5", "#d97706", "#e11d48", "#0284c7", "#65a30d", "#7c3aed", "#db2777")
+COLOURS = ("#0d9488", "#4f46e5", "#d97706", "#e11d48", "#0284c7", "#65a30d", "#7c3aed", "#db2777")
 _GREY, _LINE = "#64748b", "#e2e8f0"
-_STYLE: Any = {
+STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": _LINE,
     "axes.grid": True,
@@ -37,7 +37,7 @@ def write_plot(result: ReplayResult, path: Path) -> None:
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise PacelineError("--plot needs matplotlib; pip install 'paceline[report]'") from None
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         panels = len(result.traces)
         figure = Figure(figsize=(1.5 + 4.5 * panels, 3.6), layout="constrained")
         for axes, (name, trace) in zip(
@@ -46,7 +46,7 @@ def write_plot(result: ReplayResult, path: Path) -> None:
             _curve(axes, "oracle", {e: v.oracle_tokens_per_forward for e, v in trace.by_epoch.items()}, _GREY, ":")
             for index, (drafter, found) in enumerate(trace.drafters.items()):
                 values = {epoch: value.tokens_per_forward for epoch, value in found.by_epoch.items()}
-                _curve(axes, drafter, values, _COLOURS[index % len(_COLOURS)], "-" if index < len(_COLOURS) else "--")
+                _curve(axes, drafter, values, COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else "--")
             axes.set_title(name, fontsize=11)
             axes.set_xlabel("epoch")
             axes.set_ylim(bottom=0)

@@ -1,0 +1,149 @@
+"""Tables and the picture of the experiment, from what its cells measured."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.report.metrics import ratio
+
+PHASES = ("data", "refit", "generation", "logprob", "train", "drafter")
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are text already."""
+    lines = [" | ".join(head), "|".join("---" for _ in head), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
+
+
+def bound(share: float, tokens_per_forward: float) -> float:
+    """The most that a step can gain whose generation is this ``share`` of it: 1 / (R / a + 1 - R)."""
+    return 1 / (share / tokens_per_forward + 1 - share)
+
+
+def phases(result: dict[str, Any], cell: dict[str, Any]) -> dict[str, float]:
+    """Mean seconds of a step by phase, as it would be with this cell's drafter."""
+    steps = [own["step"] for own in cell["by_step"]]
+    measured = {
+        "generation": cell["seconds"] / len(steps),
+        "refit": cell["refit_seconds"] / len(steps),
+        "data": _mean(result["data"], steps),
+        "train": _mean(result["train"], steps),
+    }
+    log = result["heads"][cell["cell"]["start"]]
+    measured["logprob"] = _mean([own["logprob"] for own in log], steps)
+    trains = cell["cell"]["depth"] and cell["cell"]["is_adapted"]
+    measured["drafter"] = _mean([own["drafter"] for own in log], steps) if trains else 0.0
+    return {phase: measured[phase] for phase in PHASES}
+
+
+def _mean(values: Sequence[float], steps: Sequence[int]) -> float:
+    # The middle of few values: a stall of the machine in one step is not the phase's cost.
+    return float(np.median([values[step] for step in steps]))
+
+
+def generation_table(result: dict[str, Any]) -> str:
+    """Every cell: what its passes gave and what the generation of its steps took."""
+    plain = result["cells"][0]
+    rows = []
+    for cell in result["cells"]:
+        how, kept = cell["cell"], cell["by_position"]
+        rows.append(
+            [
+                str(how["depth"] or "–"),
+                "plain" if not how["depth"] else how["start"],
+                "" if not how["depth"] else "online" if how["is_adapted"] else "frozen",
+                how["budget"] if how["depth"] else "",
+                f"{cell['tokens_per_forward']:.2f}",
+                " ".join(f"{100 * share:.0f}" for share in kept) or "–",
+                f"{ratio(cell['accepted'], cell['drafted']):.0%}" if cell["drafted"] else "–",
+                f"{cell['seconds']:.1f}",
+                f"{plain['seconds'] / cell['seconds']:.2f}x",
+                f"{ratio(cell['draft_seconds'], cell['seconds']):.0%}",
+                f"{cell['unlike']} of {cell['rollouts']}",
+            ]
+        )
+    head = "k,start,head,budget,tokens per forward,kept by position (%),acceptance,seconds,against plain"
+    return markdown([*head.split(","), "drafting's share", "rollouts unlike the recorded"], rows)
+
+
+def step_table(result: dict[str, Any], start: str = "in-domain") -> str:
+    """Seconds of a step by phase: plain, and with an online head at every depth, and with an adaptive budget."""
+    chosen = [result["cells"][0]]
+    chosen += [c for c in result["cells"][1:] if c["cell"]["start"] == start and c["cell"]["is_adapted"]]
+    by_cell = [phases(result, cell) for cell in chosen]
+    totals = [sum(own.values()) for own in by_cell]
+    share = by_cell[0]["generation"] / totals[0]
+    rows = [[phase, *(f"{own[phase]:.2f}" for own in by_cell)] for phase in PHASES]
+    rows.append(["total", *(f"{total:.2f}" for total in totals)])
+    rows.append(["generation", *(f"{by_cell[0]['generation'] / own['generation']:.2f}x" for own in by_cell)])
+    rows.append(["step", *(f"{totals[0] / total:.2f}x" for total in totals)])
+    rows.append(
+        ["its bound, R = " + f"{share:.2f}", *(f"{bound(share, c['tokens_per_forward']):.2f}x" for c in chosen)]
+    )
+    return markdown(["seconds per step", *(_title(c["cell"]) for c in chosen)], rows)
+
+
+def _title(how: dict[str, Any]) -> str:
+    if not how["depth"]:
+        return "plain"
+    return f"k = {how['depth']}" if how["budget"] == "fixed" else "adaptive"
+
+
+def decay_table(result: dict[str, Any], every: int = 4) -> str:
+    """Tokens per forward and acceptance of each head by step, ``every`` so many steps together."""
+    rows = []
+    for cell in result["cells"]:
+        how = cell["cell"]
+        parts = [cell["by_step"][at : at + every] for at in range(0, len(cell["by_step"]), every)]
+        rows.append(
+            [
+                f"{how['start']}, {'online' if how['is_adapted'] else 'frozen'}",
+                *(f"{_sum(part, 'tokens') / _sum(part, 'row_forwards'):.2f}" for part in parts),
+            ]
+        )
+    steps = [own["step"] for own in result["cells"][0]["by_step"]]
+    names = [f"{steps[at]}–{steps[min(at + every, len(steps)) - 1]}" for at in range(0, len(steps), every)]
+    return markdown(["tokens per forward in steps", *names], rows)
+
+
+def _sum(part: Sequence[dict[str, float]], name: str) -> float:
+    return sum(own[name] for own in part)
+
+
+def tokens_by_step(cell: dict[str, Any]) -> dict[int, float]:
+    """Tokens per forward of a cell in each step."""
+    return {int(own["step"]): own["tokens"] / own["row_forwards"] for own in cell["by_step"]}
+
+
+def draw_decay(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Tokens per forward by step, one panel a run, one line a head."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    from paceline.simulate.plot import COLOURS, STYLE
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(1.5 + 4.5 * len(results), 3.6), layout="constrained")
+        panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
+        for axes, (title, result) in zip(panels, results.items(), strict=True):
+            for place, cell in enumerate(result["cells"]):
+                how, values = cell["cell"], tokens_by_step(cell)
+                name = f"{how['start']}, {'online' if how['is_adapted'] else 'frozen'}"
+                axes.plot(
+                    list(values),
+                    list(values.values()),
+                    label=name,
+                    color=COLOURS[place // 2],
+                    linestyle="-" if how["is_adapted"] else "--",
+                )
+            axes.set_title(title, fontsize=11)
+            axes.set_xlabel("step")
+            axes.set_ylim(bottom=1)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        panels[0].set_ylabel(f"tokens per forward, k = {results[title]['cells'][0]['cell']['depth']}")
+        panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
