@@ -246,4 +246,3 @@ def test_the_configuration_makes_a_drafter_whose_head_is_made_of_the_engines_mod
     assert said(drafted) == said(plain)
     assert stats.tokens_drafted > 0
     assert drafter.block.block == BLOCK
-'''
