@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import CotrainConfig
+from paceline.cotrain.block import BlockObjective
 from paceline.cotrain.documents import Document
 from paceline.cotrain.objectives import Objective, Teacher, make_objective
 from paceline.drafters.heads import Head
@@ -62,6 +63,8 @@ class Trainer:
         sums: defaultdict[str, float] = defaultdict(float)
         for first in range(self.config.updates):
             part = documents[first :: self.config.updates]
+            if isinstance(self.objective, BlockObjective):
+                self.objective.update = self.updates
             count = self.objective.count(part) if part else 0.0
             if count:
                 self._step(part, count, sums)
