@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import HeadConfig
+from paceline.drafters.heads.base import Head, HeadKind
 from paceline.drafters.heads.eagle3 import Eagle3Head
 from paceline.drafters.heads.files import Stored, read_head
 from paceline.forward.layers import decoder_layers
@@ -16,8 +17,8 @@ from paceline.forward.pretrained import ModelError
 _LOG = logging.getLogger("paceline.drafters")
 
 
-def load_head(config: HeadConfig, policy: PreTrainedModel, default_taps: tuple[int, ...]) -> Eagle3Head:
-    """The head at ``config.path``, in its files' dtype, not yet bound; ``default_taps`` where neither they nor the
+def load_head(kind: HeadKind, config: HeadConfig, policy: PreTrainedModel, default_taps: tuple[int, ...]) -> Head:
+    """The head of ``kind`` at ``config.path``, in float32, not yet bound; ``default_taps`` where neither they nor the
     configuration name any. A head that was made for fewer positions than the policy has is warned about.
 
     ModelError where it cannot be read or was made for another vocabulary, width or depth; WeightsError that names the
@@ -25,6 +26,8 @@ def load_head(config: HeadConfig, policy: PreTrainedModel, default_taps: tuple[i
     """
     path = str(config.path)
     stored = read_head(path, config.taps)
+    if stored.kind != kind:
+        raise ModelError(f"drafter.head.path={path}: a head of kind {stored.kind}, and {kind} is asked for")
     taps = stored.taps or default_taps
     _check(stored, taps, policy, path)
     tensors = _less_shared(stored.tensors, policy, path)

@@ -11,6 +11,7 @@ from paceline.drafters.heads.base import Head, HeadKind
 from paceline.drafters.heads.block import BlockHead, block_taps
 from paceline.drafters.heads.eagle3 import Eagle3Head
 from paceline.drafters.heads.llama import llama_config
+from paceline.drafters.heads.load import load_head
 from paceline.forward.layers import decoder_layers
 from paceline.forward.pretrained import ModelError
 from paceline.schema import derive_seed
@@ -25,7 +26,9 @@ def make_head(
     for the draft vocabulary. Raises ModelError for settings that the policy cannot meet and for files that do not fit.
     """
     head: Head
-    if kind == "block":
+    if config.path is not None:
+        head = load_head(kind, config, policy, default_taps(len(decoder_layers(policy)[1])))
+    elif kind == "block":
         head = _block(config, policy, seed)
     elif kind == "eagle3":
         head = _eagle3(config, policy, seed, counts)
