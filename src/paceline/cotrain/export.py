@@ -8,12 +8,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 
-from paceline import __version__
+
 from paceline.drafters.heads import Head
 from paceline.drafters.heads.files import CONFIG, IDS, METADATA, TAP_OFFSETS, WEIGHTS, Format, Stored
 from paceline.forward.layers import decoder_layers
@@ -81,7 +82,7 @@ def write_head(stored: Stored, directory: str | Path, format: Format = "vllm", s
         _README: _readme(stored, format).encode(),
     }
     metadata = {
-        "paceline": __version__,
+        "paceline": version("paceline"),
         "kind": stored.kind,
         "format": format,
         "policy": stored.policy,
@@ -163,7 +164,7 @@ def _readme(stored: Stored, format: Format) -> str:  # noqa: A002
     return (
         f"# EAGLE-3 head\n\n"
         f"Drafts {part} of version {stored.version} of `{stored.policy or 'an unnamed policy'}`. "
-        f"Written by paceline {__version__} for {format}.\n\n"
+        f"Written by paceline {version('paceline')} for {format}.\n\n"
         f"It reads the outputs of the policy's layers {list(stored.taps or ())}, counted from 0, which vLLM and "
         f"speculators call {_aux(stored, 'vllm')}. Embeddings are the policy's and not in the files.\n"
     )
