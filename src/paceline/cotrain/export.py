@@ -14,7 +14,6 @@ from typing import Any
 
 import safetensors.torch
 
-
 from paceline.drafters.heads import Head
 from paceline.drafters.heads.files import CONFIG, IDS, METADATA, TAP_OFFSETS, WEIGHTS, Format, Stored
 from paceline.forward.layers import decoder_layers
