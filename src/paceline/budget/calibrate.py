@@ -17,6 +17,7 @@ from paceline.schema import SOURCES
 
 _DEPTHS = 16
 _CLAIMS = 10
+_MODEL = SOURCES.index("model")
 #: A class of nodes forgets: the evidence of a pass fades with this factor a pass, and never exceeds so many trials.
 _FADE = 1 - 1 / 64
 _MOST_TRIALS = 256.0
@@ -31,13 +32,15 @@ class Calibrator:
 
     A draft's claims are checked on the conditional probabilities p(node) / p(parent). The corrected ones are an
     isotonic function of the claimed ones, so a drafter that claims 1 and is never right is believed for a few passes.
+    What a model claims is its own law, which errs in other ways than the counts of a history, so models have a function
+    of their own.
     """
 
     def __init__(self) -> None:
         self._unclaimed = _Shares((_DEPTHS, len(SOURCES)))
-        self._claimed = _Shares((_CLAIMS,))
-        self._claims = np.zeros(_CLAIMS)  # sum of the claims of the trials in each decile
-        self._map: tuple[Floats, Floats] | None = None
+        self._claimed = _Shares((2, _CLAIMS))  # of others, and of models
+        self._claims = np.zeros((2, _CLAIMS))  # sum of the claims of the trials in each decile
+        self._maps: list[tuple[Floats, Floats]] | None = None
         self._passes = self._news = 0  # observed passes, and those that the map does not know yet
 
     def probs(self, nodes: Nodes) -> Floats:
@@ -45,10 +48,12 @@ class Calibrator:
         if not len(nodes):
             return np.empty(0)
         claims_N = nodes.claims_N
-        if self._map is None or self._news >= min(_MAPPED_EVERY, 1 + self._passes // 32):
-            self._map, self._news = self._correction(), 0
-        knots, shares = self._map
-        shares_N = np.interp(claims_N, knots, shares)
+        if self._maps is None or self._news >= min(_MAPPED_EVERY, 1 + self._passes // 32):
+            self._maps, self._news = [self._correction(of_model) for of_model in (0, 1)], 0
+        shares_N = np.interp(claims_N, *self._maps[0])
+        is_model_N = nodes.sources_N == _MODEL
+        if is_model_N.any():
+            shares_N = np.where(is_model_N, np.interp(claims_N, *self._maps[1]), shares_N)
         is_unclaimed_N = np.isnan(claims_N)
         if is_unclaimed_N.any():
             shares_N = np.where(is_unclaimed_N, self._by_depth()[self._cells(nodes)], shares_N)
@@ -75,10 +80,10 @@ class Calibrator:
             self._unclaimed.add((depth_N[tested], source_N[tested]), is_accepted_N[tested])
         tested = np.flatnonzero(is_tested_N & ~np.isnan(claims_N))
         if len(tested):
-            decile = _decile(claims_N[tested])
-            kept = self._claimed.add((decile,), is_accepted_N[tested])
+            cells = (nodes.sources_N[tested] == _MODEL).astype(np.int64), _decile(claims_N[tested])
+            kept = self._claimed.add(cells, is_accepted_N[tested])
             self._claims *= kept
-            np.add.at(self._claims, decile, claims_N[tested])
+            np.add.at(self._claims, cells, claims_N[tested])
             self._passes += 1
             self._news += 1
 
@@ -88,13 +93,18 @@ class Calibrator:
             shares.trials /= 2
             shares.hits /= 2
         self._claims /= 2
-        self._map = None
+        self._maps = None
 
-    def reliability(self) -> list[tuple[float, float, float]]:
-        """By decile of the claimed conditional probability: mean claim, accepted share, recent trials (faded)."""
-        trials = self._claimed.trials
+    def reliability(self, *, of_model: bool = False) -> list[tuple[float, float, float]]:
+        """By decile of the claimed conditional probability: mean claim, accepted share, recent trials (faded).
+
+        The claims are those of models with ``of_model``, else those of all others.
+        """
+        claims, trials, hits = (
+            each[int(of_model)] for each in (self._claims, self._claimed.trials, self._claimed.hits)
+        )
         return [
-            (float(self._claims[d] / trials[d]), float(self._claimed.hits[d] / trials[d]), float(trials[d]))
+            (float(claims[d] / trials[d]), float(hits[d] / trials[d]), float(trials[d]))
             for d in np.flatnonzero(trials > 0)
         ]
 
@@ -106,13 +116,13 @@ class Calibrator:
         return {name: array.tolist() for name, array in arrays.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` gave; ValueError or KeyError for anything else."""
+        """Take over what ``state`` gave, also of a version with fewer sources; ValueError or KeyError for others."""
         loaded = {}
         for name, own in self.state().items():
-            loaded[name] = np.array(state[name], dtype=np.float64)
+            loaded[name] = _widened(np.array(state[name], dtype=np.float64), np.shape(own))
             if loaded[name].shape != np.shape(own) or not np.isfinite(loaded[name]).all():
                 raise ValueError(f"the calibration's {name} has shape {loaded[name].shape} or is not finite")
-        self._claims, self._map = loaded["claims"], None
+        self._claims, self._maps = loaded["claims"], None
         for name, shares in (("unclaimed", self._unclaimed), ("claimed", self._claimed)):
             shares.trials, shares.hits = loaded[f"{name}_trials"], loaded[f"{name}_hits"]
 
@@ -126,13 +136,13 @@ class Calibrator:
         shares: Floats = (whole.hits + _PRIOR_TRIALS * of_source) / (whole.trials + _PRIOR_TRIALS)
         return shares
 
-    def _correction(self) -> tuple[Floats, Floats]:
+    def _correction(self, of_model: int) -> tuple[Floats, Floats]:
         """Knots of the isotonic map from claimed to corrected shares; each decile starts as claimed."""
-        trials = self._claimed.trials
+        claims, trials, hits = (each[of_model] for each in (self._claims, self._claimed.trials, self._claimed.hits))
         centres = (np.arange(_CLAIMS) + 0.5) / _CLAIMS
         centres[-1] = 1.0
-        knots = (self._claims + _PRIOR_TRIALS * centres) / (trials + _PRIOR_TRIALS)
-        shares = isotonic((self._claimed.hits + _PRIOR_TRIALS * centres) / (trials + _PRIOR_TRIALS), trials + 0.1)
+        knots = (claims + _PRIOR_TRIALS * centres) / (trials + _PRIOR_TRIALS)
+        shares = isotonic((hits + _PRIOR_TRIALS * centres) / (trials + _PRIOR_TRIALS), trials + 0.1)
         return np.concatenate([[0.0], knots]), np.concatenate([[0.0], shares])
 
 
@@ -153,6 +163,15 @@ class _Shares:
         self.hits *= kept
         np.add.at(self.hits, cells, is_hit.astype(np.float64))
         return kept
+
+
+def _widened(old: Floats, shape: tuple[int, ...]) -> Floats:
+    """What a version wrote that knew fewer sources, or no claims of models, with zeros for what it did not know."""
+    if shape == (2, _CLAIMS) and old.shape == (_CLAIMS,):
+        return np.stack([old, np.zeros(_CLAIMS)])
+    if shape[0] == _DEPTHS and old.ndim == 2 and old.shape[0] == _DEPTHS and old.shape[1] < shape[1]:
+        return np.pad(old, [(0, 0), (0, shape[1] - old.shape[1])])
+    return old
 
 
 def _decile(claims: Floats) -> Indices:

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.budget.allocate import Allocation, Floats, Indices, Nodes, allocate, best, pruned
 from paceline.budget.calibrate import Calibrator
+from paceline.budget.ledger import Ledger, Loan
 from paceline.budget.steptime import StepTimeTable, bucket
 from paceline.config import BudgetConfig
 from paceline.schema import Draft, EngineStats
@@ -17,61 +18,12 @@ Kind = Literal["draft", "probe", "plain"]
 
 #: After so many drafted passes of a bucket one is decoded plainly, so that the comparison stays fresh; fewer at first.
 _PLAIN_EVERY = 128
-_FIRST_PLAIN_EVERY = 8
 #: After a probe that lost, its bucket stays plain until the loss is a small share of the time, for passes within these.
 _LEAST_WAIT, _LONGEST_WAIT = 16, 64
-#: What drafting brought is averaged over about 1 / (1 - _FADE) passes and judged from _JUDGED on.
-_FADE = 0.97
-_JUDGED = 4.0
-_NEVER = 1e18
-#: A drafter whose cheapest of two asks lost so many plain passes is not asked until it is judged.
-_DEAR = 2.0
 #: A bucket that was not judged yet believes the nearest one that was, within this factor of its rows.
 _NEAR = 2.0
-#: Plain passes' worth of time that a bucket may lose to learn that drafting does not pay, and the most it may save up.
-_FIRST_CREDIT = 1.0
+#: Plain passes' worth of time that a bucket may save up for probes.
 _MOST_CREDIT = 2.0
-
-
-@dataclass
-class _Ledger:
-    """What drafting brought in one bucket of rows, in units of its plain pass.
-
-    ``lost``, ``squares`` and ``passes`` are faded sums of seconds spent beyond what plain decoding of the same tokens
-    takes; ``least`` is the smallest loss of a pass. ``credit`` is what probes may still lose; it grows with the time
-    that the bucket runs.
-    """
-
-    passes: float = 0.0
-    lost: float = 0.0
-    squares: float = 0.0
-    least: float = _NEVER
-    credit: float = _FIRST_CREDIT
-    wait: int = 0
-    since_plain: int = 0
-    plain_every: int = _FIRST_PLAIN_EVERY
-
-    def book(self, lost: float) -> None:
-        self.passes = self.passes * _FADE + 1
-        self.lost = self.lost * _FADE + lost
-        self.squares = self.squares * _FADE + lost * lost
-        self.least = min(self.least, lost)
-
-    @property
-    def is_judged(self) -> bool:
-        return self.passes >= _JUDGED or (self.passes > 1 and self.least > _DEAR)
-
-    def loses(self, tolerance: float) -> bool:
-        """Whether drafting costs more than ``tolerance`` of a plain pass on average, beyond the noise of the mean."""
-        if not self.is_judged:
-            return False
-        mean = self.lost / self.passes
-        error = math.sqrt(max(self.squares / self.passes - mean * mean, 0.0) / self.passes)
-        return mean > max(tolerance, 1.5 * error)
-
-    @property
-    def may_probe(self) -> bool:
-        return self.wait <= 0 and self.credit > 0
 
 
 @dataclass
@@ -79,7 +31,8 @@ class Plan:
     """One pass: what kind it is, and the nodes that are verified in it. ``rows`` decode; ``extra`` tokens are filled.
 
     ``offered`` counts the nodes that the drafter proposed, ``expected`` the nodes that should be accepted, ``drafts``
-    are those that are verified, and ``propose_seconds`` is what proposing and choosing took.
+    are those that are verified, and ``propose_seconds`` is what proposing and choosing took. ``reading_seconds`` of
+    these went into texts that were new to the drafter, whose rows should still emit ``ahead`` tokens each.
     """
 
     kind: Kind
@@ -90,6 +43,8 @@ class Plan:
     offered: int = 0
     expected: float = 0.0
     propose_seconds: float = 0.0
+    reading_seconds: float = 0.0
+    ahead: float = 1.0
 
     @property
     def verified(self) -> int:
@@ -104,7 +59,9 @@ class BudgetController:
     whole batch compete by calibrated probability (``Calibrator``) for the n that gives the most tokens a second
     (``allocate``). Where drafting has lost against plain decoding, proposing included, the bucket of row counts is
     switched off, and probed while the probes' losses stay below ``config.probe_share`` of its time. Row counts that
-    were never decoded plainly are, twice; token counts never measured are approached by doubling.
+    were never decoded plainly are, twice; token counts never measured are approached by doubling. The time that a
+    drafter reads a text for the first time is spread over the passes that follow (``Loan``); to a probe, after which
+    nothing may follow, it counts whole.
 
     ``stats`` receives the counters. With mode ``fixed`` every offered node is verified and only the counters are kept.
     An engine that prepares itself for every new shape of a pass ``warms_up``: the first pass of each bucket of drafted
@@ -118,7 +75,8 @@ class BudgetController:
         self.table = table
         self.calibrator = Calibrator()
         self._stats = stats
-        self._ledgers: dict[int, _Ledger] = {}
+        self._ledgers: dict[int, Ledger] = {}
+        self._loan = Loan()
         self._warms_up = warms_up
         self._warm: set[tuple[int, int]] = set()
 
@@ -139,6 +97,19 @@ class BudgetController:
                 covered = ledger.credit >= min(judge.least, _MOST_CREDIT)
                 kind = "probe" if ledger.may_probe and covered else "plain"
         return Plan(kind, rows)
+
+    def pace(self, rows: int) -> float:
+        """What a second is worth to a batch of ``rows`` decoding rows, in tokens of all of them together.
+
+        The rate of plain decoding with ``config.margin`` on it, or that of drafting where it is higher: what a second
+        more of drafting brings must beat what the batch emits anyway. 0 with mode ``fixed`` and before plain passes
+        were measured.
+        """
+        if not self.prunes or not self.table.knows_plain(rows):
+            return 0.0
+        plain, ledger = rows / self.table.seconds(rows, rows), self._ledger(rows)
+        drafting = ledger.tokens / ledger.seconds if ledger.is_judged and ledger.seconds else 0.0
+        return max(plain * (1 + self.config.margin), drafting)
 
     def choose(
         self, plan: Plan, drafts: Sequence[Draft], *, most: int, extra: int = 0, weights: Floats | None = None
@@ -186,7 +157,11 @@ class BudgetController:
         if is_clean and plan.rows:
             self.table.add(plan.rows, plan.rows + drafted, seconds)
         self._count(plan, emitted, seconds, is_clean)
-        if not self.prunes or not is_clean or not plan.rows:
+        if not self.prunes or not plan.rows:
+            return
+        self._loan.take(plan.reading_seconds, plan.ahead / (1 + plan.expected / plan.rows))
+        due = self._loan.due()
+        if not is_clean:
             return
         ledger, plain = self._ledger(plan.rows), self.table.seconds(plan.rows, plan.rows)
         spent = seconds + plan.propose_seconds
@@ -201,10 +176,10 @@ class BudgetController:
         # A stall says nothing about drafting, and would hide what other passes say.
         expected = self.table.seconds(plan.rows, plan.rows + drafted)
         usual = min(seconds, 2 * expected)
-        lost = (usual + plan.propose_seconds) / plain - emitted / plan.rows
-        if not drafted:
-            lost = plan.propose_seconds / plain
-        ledger.book(lost)
+        more = usual / plain - emitted / plan.rows if drafted else 0.0
+        drafting = plan.propose_seconds - plan.reading_seconds + due
+        ledger.book(more + drafting / plain, emitted, usual + drafting)
+        lost = more + plan.propose_seconds / plain
         if plan.kind == "probe" and (emitted == plan.rows or lost > 0):
             # One cheap pass may look free; what such passes cost on average is what counts then.
             usually = expected / plain - emitted / plan.rows
@@ -225,7 +200,7 @@ class BudgetController:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what ``state`` gave; KeyError, TypeError or ValueError for anything else."""
-        ledgers = {int(rows): _Ledger(**ledger) for rows, ledger in state["ledgers"].items()}
+        ledgers = {int(rows): Ledger(**ledger) for rows, ledger in state["ledgers"].items()}
         self.calibrator.load_state(state["acceptance"])
         self._ledgers = ledgers
 
@@ -247,7 +222,7 @@ class BudgetController:
             found = best(nodes, probs_N, min(max(rows // 4, 1), payable), weights)
         return found
 
-    def _judge(self, rows: int, own: _Ledger) -> _Ledger:
+    def _judge(self, rows: int, own: Ledger) -> Ledger:
         """The ledger to go by: the bucket's own, or that of a bucket nearby until it has one."""
         if own.is_judged:
             return own
@@ -258,8 +233,8 @@ class BudgetController:
         ]
         return self._ledgers[min(near)[1]] if near else own
 
-    def _ledger(self, rows: int) -> _Ledger:
-        return self._ledgers.setdefault(bucket(rows), _Ledger())
+    def _ledger(self, rows: int) -> Ledger:
+        return self._ledgers.setdefault(bucket(rows), Ledger())
 
     def _count(self, plan: Plan, emitted: int, seconds: float, is_clean: bool) -> None:
         stats, drafted, rows = self._stats, plan.verified, plan.rows

@@ -146,7 +146,9 @@ class Scheduler:
         drafts: dict[str, Draft] = {}
         if budget > 0:
             self._stats.drafts_asked += len(shares)
+            read = drafter.reading_seconds()
             self._observed.show(drafter, [share.row for share in drafting])
+            drafter.pace(self.controller.pace(plan.rows))
             for draft in drafter.propose(list(shares), budget):
                 share = shares.get(draft.request_id)
                 if share is None or draft.length != share.row.total or draft.version != version:
@@ -157,6 +159,9 @@ class Scheduler:
                     drafts[draft.request_id] = self._sound(draft, budget, share.row.room(self.context) - 1)
                 except ValueError:
                     self._stats.count("draft_malformed")
+            plan.reading_seconds = max(drafter.reading_seconds() - read, 0.0)
+            if plan.reading_seconds > 0:
+                plan.ahead = float(self._remaining(drafting).mean())
         plan.propose_seconds = perf_counter() - started
         offered = [draft for draft in drafts.values() if len(draft.tokens)]
         weights = self._straggler_weights(drafting, [draft.request_id for draft in offered])
@@ -173,10 +178,15 @@ class Scheduler:
             return None
         if not self._weights or self._passes % _WEIGHED_EVERY == 0:
             names = [share.row.request_id for share in drafting]
-            remaining = self.lengths.remaining(names, [len(share.row.response) for share in drafting])
-            self._weights = dict(zip(names, straggler_weights(remaining, exponent).tolist(), strict=True))
+            weights = straggler_weights(self._remaining(drafting), exponent)
+            self._weights = dict(zip(names, weights.tolist(), strict=True))
         self._passes += 1
         return np.array([self._weights.get(name, 1.0) for name in offered])
+
+    def _remaining(self, drafting: Sequence[Share]) -> Floats:
+        """How many tokens each request should still emit."""
+        names = [share.row.request_id for share in drafting]
+        return self.lengths.remaining(names, [len(share.row.response) for share in drafting])
 
     def _sound(self, draft: Draft, budget: int, deepest: int) -> Draft:
         """The part of a draft that may be verified; ValueError if it is malformed."""
