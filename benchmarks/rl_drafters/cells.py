@@ -48,7 +48,7 @@ def all_cells(batch: int, depths: Sequence[int] = DEPTHS) -> list[Cell]:
     heads = [(start, adapted) for start in ("in-domain", "random") for adapted in (True, False)]
     fixed = [Cell(batch, depth, start, adapted) for start, adapted in heads for depth in depths]
     adaptive = [Cell(batch, max(depths), start, adapted, "adaptive") for start, adapted in heads]
-    return [Cell(batch), *fixed, *adaptive]
+    return [Cell(batch), *fixed, *adaptive, Cell(batch)]
 
 
 @dataclass
@@ -117,7 +117,7 @@ def measure(
     found = [Found(cell) for cell in cells]
     configs: list[Config] = [recording.config(*cell.settings()) for cell in cells]
     engines = [make_engine(config, recording.start, recording.folder / "unused", False) for config in configs]
-    for step in steps:
+    for turn, step in enumerate(steps):
         weights, requests = recording.weights(step), recording.requests(step)
         recorded = [row.tokens for row in recording.rows(step)]
         moved = {start: follower.version(step) for start, follower in followers.items()}
@@ -127,12 +127,12 @@ def measure(
             if one.cell.depth:
                 if one.cell.is_adapted:
                     engine.load_drafter_weights(step, moved[one.cell.start])
-                elif step == steps[0]:
+                elif turn == 0:
                     engine.load_drafter_weights(step, followers[one.cell.start].version(0))
             refitted, before = time.perf_counter(), engine.stats()
             rollouts = engine.generate(requests)
             done, after = time.perf_counter(), engine.stats()
-            if step != steps[0]:
+            if turn:
                 one.add(
                     step,
                     rollouts,

@@ -43,10 +43,14 @@ def _mean(values: Sequence[float], steps: Sequence[int]) -> float:
     return float(np.median([values[step] for step in steps]))
 
 
+def plain_seconds(result: dict[str, Any]) -> float:
+    """What plain decoding took, the mean of its cells: it is decoded before all others and after them."""
+    return float(np.mean([cell["seconds"] for cell in result["cells"] if not cell["cell"]["depth"]]))
+
+
 def generation_table(result: dict[str, Any]) -> str:
     """Every cell: what its passes gave and what the generation of its steps took."""
-    plain = result["cells"][0]
-    rows = []
+    base, rows = plain_seconds(result), []
     for cell in result["cells"]:
         how, kept = cell["cell"], cell["by_position"]
         rows.append(
@@ -59,7 +63,7 @@ def generation_table(result: dict[str, Any]) -> str:
                 " ".join(f"{100 * share:.0f}" for share in kept) or "–",
                 f"{ratio(cell['accepted'], cell['drafted']):.0%}" if cell["drafted"] else "–",
                 f"{cell['seconds']:.1f}",
-                f"{plain['seconds'] / cell['seconds']:.2f}x",
+                f"{base / cell['seconds']:.2f}x",
                 f"{ratio(cell['draft_seconds'], cell['seconds']):.0%}",
                 f"{cell['unlike']} of {cell['rollouts']}",
             ]
@@ -70,8 +74,9 @@ def generation_table(result: dict[str, Any]) -> str:
 
 def step_table(result: dict[str, Any], start: str = "in-domain") -> str:
     """Seconds of a step by phase: plain, and with an online head at every depth, and with an adaptive budget."""
-    chosen = [result["cells"][0]]
-    chosen += [c for c in result["cells"][1:] if c["cell"]["start"] == start and c["cell"]["is_adapted"]]
+    chosen = [result["cells"][0] | {"seconds": plain_seconds(result)}]
+    drafted = (cell for cell in result["cells"] if cell["cell"]["depth"])
+    chosen += [cell for cell in drafted if cell["cell"]["start"] == start and cell["cell"]["is_adapted"]]
     by_cell = [phases(result, cell) for cell in chosen]
     totals = [sum(own.values()) for own in by_cell]
     share = by_cell[0]["generation"] / totals[0]
