@@ -1,7 +1,7 @@
 """The seam between an engine and whoever proposes its drafts."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from paceline.history.snapshot import Snapshot
@@ -117,6 +117,14 @@ class Reads(Protocol):
 
 
 @runtime_checkable
+class Telling(Protocol):
+    """What a drafter offers that has something to tell while it drafts, such as the loss of a part."""
+
+    def tell_to(self, tell: Callable[[str, str], None]) -> None:
+        """Events go to ``tell`` from now on: a name and one line each."""
+
+
+@runtime_checkable
 class Separate(Protocol):
     """What a drafter offers that works in a process of its own."""
 
@@ -146,7 +154,8 @@ class PolicyTraits:
     """What a drafter that is a language model itself must know of the policy and of how its drafts are verified.
 
     ``run_seed`` is the engine's noise key, ``eos_ids`` end a response, ``device`` is where the policy runs, and
-    ``context`` is the longest sequence that the engine decodes (0: not known).
+    ``context`` is the longest sequence that the engine decodes (0: not known). ``tokenizer`` is transformers', for a
+    draft model that has another (None: not at hand).
     """
 
     vocabulary_size: int
@@ -155,3 +164,4 @@ class PolicyTraits:
     acceptance: Literal["coupled", "rejection", "block"] = "coupled"
     device: str = "cpu"
     context: int = 0
+    tokenizer: Any = field(default=None, compare=False, repr=False)

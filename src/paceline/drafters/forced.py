@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.budget.allocate import PRIOR_ACCEPTANCE, Nodes
-from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Separate
+from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Separate, Telling
 from paceline.sampling.grammar import Matcher, Vocabulary
 from paceline.schema import SOURCES, Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -55,6 +55,8 @@ class ForcedDrafter:
             self.pace = inner.pace
         if isinstance(inner, Reads):
             self.reading_seconds = inner.reading_seconds
+        if isinstance(inner, Telling):
+            self.tell_to = inner.tell_to
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests become known, and their grammars start."""

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Seen, Separate
+from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Seen, Separate, Telling
 from paceline.history.snapshot import SnapshotError
 from paceline.schema import Draft, DraftLawError, Outcome, PacelineError, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -21,13 +21,17 @@ class GuardedDrafter:
 
     Then ``tell`` hears of ``drafter_lost``, and nothing is drafted and ``inner`` not called until ``reload`` or
     ``revive``. The next refit revives it once by itself, told as ``drafter_reloaded``. DraftLawError passes, since a
-    wrong law would bend what is sampled, and so does SnapshotError, which is about a file.
+    wrong law would bend what is sampled, and so does SnapshotError, which is about a file. ``goes_on`` says in the
+    event what happens from then on.
     """
 
-    def __init__(self, inner: Drafter, tell: Tell) -> None:
+    def __init__(self, inner: Drafter, tell: Tell, goes_on: str = "decoding goes on without drafts") -> None:
         self.inner = inner
         self.lost = False
         self._tell = tell
+        self._goes_on = goes_on
+        if isinstance(inner, Telling):
+            inner.tell_to(tell)
         self._version = 0
         self._is_tried = False  # to revive it, since it was lost
         self._live: dict[str, tuple[RolloutRequest, list[Tokens]]] = {}
@@ -119,6 +123,8 @@ class GuardedDrafter:
     def reload(self, drafter: Drafter) -> bool:
         """``drafter`` takes over, told of the requests in flight and of what they have said; whether it drafts."""
         self.inner, self.lost = drafter, False
+        if isinstance(drafter, Telling):
+            drafter.tell_to(self._tell)
         requests = [request for request, _ in self._live.values()]
         said = [
             Outcome(request_id=name, tokens=as_tokens(np.concatenate(parts)), accepted=0, drafted=0)
@@ -148,7 +154,7 @@ class GuardedDrafter:
     def _lose(self, error: Exception) -> None:
         self.lost = True
         line = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        self._tell("drafter_lost", f"{_name(self.inner)}: {' '.join(line.split())}; decoding goes on without drafts")
+        self._tell("drafter_lost", f"{_name(self.inner)}: {' '.join(line.split())}; {self._goes_on}")
 
 
 def _name(drafter: Drafter) -> str:

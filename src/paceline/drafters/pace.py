@@ -84,16 +84,19 @@ class Pacer:
         return max((seconds - per_row * rows) / count, 0.0), per_row
 
     def deeper(self, reached: Sequence[float], depth: int) -> Indices:
-        """Which rows go on to ``depth``, ascending; ``reached[n]`` is the probability that row n's draft holds so far.
+        """Which rows go on to ``depth``; ``reached[n]`` is the probability that row n's draft holds so far."""
+        return self.worth(np.asarray(reached, dtype=np.float64) * self.expected(depth))
 
-        Of all sets of rows the one whose accepted tokens exceed the worth of its time by most; none where none does.
+    def worth(self, tokens_N: Floats) -> Indices:
+        """The rows that are worth it, ascending, where each should bring so many tokens.
+
+        Of all sets of rows the one whose tokens exceed the worth of its time by most; none where none does.
         """
-        reach_N: Floats = np.asarray(reached, dtype=np.float64)
-        everybody: Indices = np.arange(len(reach_N))
+        everybody: Indices = np.arange(len(tokens_N))
         if self._rate <= 0:
             return everybody
         fixed, per_row = self.cost()
-        gain_N = reach_N * self.expected(depth) - per_row * self._rate
+        gain_N = tokens_N - per_row * self._rate
         chosen: Indices = np.flatnonzero(gain_N > 0)
         return chosen if gain_N[chosen].sum() > fixed * self._rate else everybody[:0]
 
