@@ -30,6 +30,11 @@ class Live(Holder):
         self._tokens[: self.total] = request.prompt
 
     @property
+    def length(self) -> int:
+        """Positions that the committed text takes in the drafter's cache."""
+        return self.total
+
+    @property
     def emitted(self) -> int:
         """Tokens of the response."""
         return self.total - self.prompt_length
@@ -44,8 +49,13 @@ class Live(Holder):
         """The prompt, and the response with the drafted tokens behind it."""
         return self.request.prompt, self._tokens[self.prompt_length : self.total + self.drafted]
 
+    @property
+    def newest(self) -> Tokens:
+        """The last token that was drafted, as the drafter calls it."""
+        return self.backbone[-1:]
+
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Committed tokens, a view."""
+        """Committed tokens at positions of the cache."""
         return self._tokens[start : min(stop, self.total)]
 
     def draft(self, token: int, claim: float) -> None:

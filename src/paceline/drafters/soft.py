@@ -119,7 +119,7 @@ class SoftDrafter(ABC, Generic[R]):
         growing = [draft for draft in growing if draft.deepest > 0]
         if not growing:
             return []
-        self._slots.place([draft.row for draft in growing], max(draft.row.total + draft.deepest for draft in growing))
+        self._slots.place([draft.row for draft in growing], max(draft.row.length + draft.deepest for draft in growing))
         growing.sort(key=lambda draft: draft.row.slot)
         laws: Laws | None = None
         going, started = list(range(len(growing))), self._clock()

@@ -145,6 +145,7 @@ class Policy:
             eos_ids=self.eos_ids,
             acceptance=config.engine.acceptance,
             device=str(self.device),
+            tokenizer=self.tokenizer,
         )
 
     def state(self) -> dict[str, Tensor]:
