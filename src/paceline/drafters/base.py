@@ -1,6 +1,6 @@
 """The seam between an engine and whoever proposes its drafts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -114,6 +114,14 @@ class Reads(Protocol):
 
         They serve all drafts to come, and are no part of the price of the next one (``drafters.reading``).
         """
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """What a drafter offers that has something to tell while it drafts, such as the loss of a part."""
+
+    def tell_to(self, tell: Callable[[str, str], None]) -> None:
+        """Events go to ``tell`` from now on: a name and one line each."""
 
 
 @runtime_checkable
