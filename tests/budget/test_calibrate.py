@@ -9,7 +9,7 @@ from paceline.budget.allocate import PRIOR_ACCEPTANCE, Nodes
 from paceline.budget.calibrate import Calibrator
 from paceline.schema import SOURCES, Draft, as_tokens
 
-PROMPT, HISTORY = SOURCES.index("prompt"), SOURCES.index("history")
+PROMPT, HISTORY, MODEL = (SOURCES.index(name) for name in ("prompt", "history", "model"))
 
 
 def chain(length, probs=None, source=None, parents=None):
@@ -129,3 +129,32 @@ def test_nothing_drafted_teaches_nothing():
     calibrator.observe(Nodes([]), [], [])
     assert calibrator.probs(Nodes([])).size == 0
     assert calibrator.reliability() == []
+
+
+def test_a_models_claims_are_calibrated_apart_from_those_of_a_history():
+    calibrator = Calibrator()
+    history, model = chain(1, 0.85, HISTORY), chain(1, 0.85, MODEL)
+    for n in range(200):
+        feed(calibrator, history, int(n % 20 != 0))
+        feed(calibrator, model, int(n % 5 == 0))
+    assert np.allclose(calibrator.probs(Nodes([history, model])), [0.95, 0.2], atol=0.06)
+    assert calibrator.reliability()[0][1] == pytest.approx(0.95, abs=0.05)
+    assert calibrator.reliability(of_model=True)[0][1] == pytest.approx(0.2, abs=0.05)
+    mixed = chain(2, [0.85, 0.85 * 0.85], HISTORY)
+    mixed.sources[1] = MODEL  # a model goes on where history ended
+    assert np.allclose(calibrator.probs(Nodes([mixed])), [0.95, 0.95 * 0.2], atol=0.06)
+
+
+def test_a_checkpoint_of_fewer_sources_and_one_table_of_claims_still_loads():
+    calibrator = Calibrator()
+    feed(calibrator, chain(4, 0.8, HISTORY), 2, times=9)
+    feed(calibrator, chain(4, source=HISTORY), 1, times=9)
+    now = calibrator.state()
+    older = {name: value[0] for name, value in now.items() if "unclaimed" not in name}
+    older |= {name: [depth[:-1] for depth in value] for name, value in now.items() if "unclaimed" in name}
+    restored = Calibrator()
+    restored.load_state(json.loads(json.dumps(older)))
+    assert restored.state() == now
+    for damaged in ({"unclaimed_hits": older["unclaimed_hits"][:-1]}, {"claims": [now["claims"][0]] * 3}):
+        with pytest.raises(ValueError, match="has shape"):
+            restored.load_state(older | damaged)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.budget.controller import BudgetController
+from paceline.budget.ledger import Loan
 from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig
 from paceline.schema import Draft, EngineStats, as_tokens
@@ -27,9 +28,10 @@ COSTS = {
 class Bench:
     """A toy engine: chains of 16 nodes, each accepted after its parent with probability ``accept``."""
 
-    def __init__(self, cost, *, rows=8, accept=0.0, claim=None, propose=0.0, noise=0.1, config=None, seed=0):
+    def __init__(self, cost, *, rows=8, accept=0.0, claim=None, propose=0.0, noise=0.1, config=None, seed=0, read=None):
         self.cost, self.rows, self.accept, self.claim, self.propose = cost, rows, accept, claim, propose
         self.noise = noise
+        self.read = read or (lambda: 0.0)  # seconds that the ask spends on texts that are new to the drafter
         self.stats = EngineStats(events={})
         self.controller = BudgetController(config or BudgetConfig(), StepTimeTable(), self.stats)
         self.rng = np.random.default_rng(seed)
@@ -47,7 +49,8 @@ class Bench:
         plan = self.controller.open(self.rows)
         if plan.kind != "plain":
             self.asked += 1
-            plan.propose_seconds = self.propose
+            plan.reading_seconds, plan.ahead = self.read(), 40.0
+            plan.propose_seconds = self.propose + plan.reading_seconds
             self.controller.choose(plan, self.drafts(), most=1024)
         accepted = []
         for draft in plan.drafts:
@@ -101,6 +104,69 @@ def test_a_drafter_whose_first_answer_is_dear_and_whose_later_ones_pay_is_kept()
     bench.propose = 0.2 * COSTS["memory"](8, 8)
     bench.run(100)
     assert bench.run(100)["speedup"] > 2
+
+
+def every(n, seconds):
+    asks = itertools.count()
+    return lambda: seconds if next(asks) % n == 0 else 0.0
+
+
+def test_a_drafter_that_reads_new_prompts_in_its_first_asks_is_judged_by_what_its_drafts_cost():
+    plain, asks = COSTS["memory"](8, 8), itertools.count()
+    reads = Bench(COSTS["memory"], rows=8, accept=0.8, read=lambda: 10 * plain * (next(asks) < 3))
+    lumped = Bench(COSTS["memory"], rows=8, accept=0.8, propose=10 * plain)
+    for bench in (reads, lumped):
+        bench.run(20)
+        bench.propose = 0.0
+    assert lumped.run(10)["asked"] == 0
+    assert reads.run(10)["asked"] >= 0.9  # some pass is decoded plainly to compare
+    assert reads.run(200)["speedup"] > 2
+
+
+def test_reading_that_later_passes_do_not_earn_back_ends_drafting_and_reading_that_they_do_does_not():
+    plain = COSTS["memory"](8, 8)
+    dear = Bench(COSTS["memory"], rows=8, accept=0.3, read=every(2, 8 * plain))
+    fair = Bench(COSTS["memory"], rows=8, accept=0.8, read=every(20, 8 * plain))
+    for bench in (dear, fair):
+        bench.run(300)
+    assert dear.run(300)["asked"] < 0.2
+    assert fair.run(300)["asked"] > 0.9
+    assert fair.plain / fair.seconds > 1.5
+
+
+def test_to_a_probe_its_reading_counts_whole():
+    plain = COSTS["compute"](8, 8)
+    bench = Bench(COSTS["compute"], rows=8, claim=1.0, noise=0.0, read=lambda: 1.5 * plain)
+    bench.run(400)
+    asked = bench.asked
+    assert bench.run(3000)["speedup"] > 0.99
+    assert bench.asked - asked >= 5
+
+
+def test_what_was_read_is_written_off_in_equal_parts_and_whole():
+    loan = Loan()
+    loan.take(6.0, 4.0)
+    assert [loan.due() for _ in range(2)] == [1.5, 1.5]
+    loan.take(3.0, 2.0)  # as many passes as the rest of the first has before it
+    assert [loan.due() for _ in range(3)] == [3.0, 3.0, 0.0]
+    loan.take(1.0, 0.25)
+    assert loan.due() == 1.0
+
+
+def test_a_paced_drafter_hears_what_a_second_is_worth():
+    fixed = Bench(COSTS["memory"], config=BudgetConfig(mode="fixed"))
+    bench = Bench(COSTS["memory"], rows=8, accept=0.9, noise=0.0, config=BudgetConfig(margin=0.1))
+    assert bench.controller.pace(8) == 0
+    for each in (fixed, bench):
+        each.run(2)
+    plain = 8 / COSTS["memory"](8, 8)
+    assert (fixed.controller.pace(8), bench.controller.pace(8)) == (0, pytest.approx(1.1 * plain, rel=1e-6))
+    bench.run(150)
+    seconds, emitted = bench.seconds, bench.emitted
+    bench.run(100)
+    rate = (bench.emitted - emitted) / (bench.seconds - seconds)
+    assert rate > 3 * plain
+    assert bench.controller.pace(8) == pytest.approx(rate, rel=0.1)
 
 
 @pytest.mark.parametrize("claim", [None, 0.9])
@@ -241,6 +307,11 @@ def test_what_was_learned_survives_a_checkpoint_and_damage_is_refused():
     fresh.table.load_state(bench.controller.table.state())
     assert fresh.state() == bench.controller.state()
     assert fresh.open(8).kind == bench.controller.open(8).kind
+    older = [
+        {k: v for k, v in ledger.items() if k not in ("tokens", "seconds")} for ledger in state["ledgers"].values()
+    ]
+    fresh.load_state(state | {"ledgers": dict(zip(state["ledgers"], older, strict=True))})
+    assert fresh.pace(8) > 0
     before = fresh.state()
     for damaged in ({}, state | {"ledgers": {"x": {}}}, state | {"ledgers": {"8": {"unknown": 1}}}):
         with pytest.raises((KeyError, TypeError, ValueError)):
