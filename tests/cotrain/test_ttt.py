@@ -1,17 +1,17 @@
 """Training-time test against a dense definition in float64: the loss and every gradient, packed or not."""
 
-import dense_head
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, tiny
 
+import dense_head
 from paceline.config import HeadConfig
 from paceline.cotrain.documents import Document
 from paceline.cotrain.losses import Teacher
 from paceline.cotrain.objectives import make_objective
 from paceline.drafters.heads import make_head
 from paceline.forward.taps import FINAL, Taps
+from tiny_models import VOCABULARY, tiny
 
 # (length, length of the prompt): prompts of one token, responses of one, and a document shorter than the passes.
 SHAPES = ((12, 4), (9, 1), (4, 2), (7, 6), (15, 11))

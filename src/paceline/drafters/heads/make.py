@@ -12,6 +12,8 @@ from paceline.drafters.heads.block import BlockHead, block_taps
 from paceline.drafters.heads.eagle3 import Eagle3Head
 from paceline.drafters.heads.llama import llama_config
 from paceline.drafters.heads.load import load_head
+from paceline.drafters.heads.mtp import MtpHead, layout_of
+from paceline.drafters.heads.native import native_head
 from paceline.forward.layers import decoder_layers
 from paceline.forward.pretrained import ModelError
 from paceline.schema import derive_seed
@@ -26,14 +28,14 @@ def make_head(
     for the draft vocabulary. Raises ModelError for settings that the policy cannot meet and for files that do not fit.
     """
     head: Head
-    if config.path is not None:
+    if kind == "mtp":
+        head = _mtp(config, policy, seed)
+    elif config.path is not None:
         head = load_head(kind, config, policy, default_taps(len(decoder_layers(policy)[1])))
     elif kind == "block":
         head = _block(config, policy, seed)
-    elif kind == "eagle3":
-        head = _eagle3(config, policy, seed, counts)
     else:
-        raise ModelError(f"drafter.kind={kind}: no such head")
+        head = _eagle3(config, policy, seed, counts)
     head.bind(policy)
     head.to(device=policy.device, dtype=getattr(torch, config.dtype))
     return head.requires_grad_(False)
@@ -74,6 +76,23 @@ def _eagle3(config: HeadConfig, policy: PreTrainedModel, seed: int, counts: npt.
     return head
 
 
+def _mtp(config: HeadConfig, policy: PreTrainedModel, seed: int) -> MtpHead:
+    if config.vocabulary or config.layers != 1 or config.taps:
+        raise ModelError(
+            "drafter.head: an mtp head is one layer on the policy's final state, with its output matrix; "
+            "leave vocabulary, layers and taps as they are"
+        )
+    head = native_head(policy, config.path)
+    if head is None and config.path is not None:
+        raise ModelError(f"drafter.head.path={config.path}: no multi-token-prediction head of a policy like this one")
+    if head is None:
+        head = MtpHead(policy, layout_of(policy))
+        randomise(head, derive_seed("head", seed))
+        if config.init == "policy":
+            head.start_from(decoder_layers(policy)[1])
+    return head
+
+
 def _block(config: HeadConfig, policy: PreTrainedModel, seed: int) -> BlockHead:
     if config.vocabulary:
         raise ModelError(
@@ -92,14 +111,14 @@ def _block(config: HeadConfig, policy: PreTrainedModel, seed: int) -> BlockHead:
 
 
 def randomise(module: nn.Module, seed: int, std: float = 0.02) -> None:
-    """Normal weights of deviation ``std``, a function of ``seed``; norms are 1."""
+    """Normal weights of deviation ``std``, a function of ``seed``; biases are 0, and norms as they were made."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     with torch.no_grad():
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(std))
-            else:
-                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
 
 
 def start_from_policy(head: Eagle3Head, policy: PreTrainedModel) -> None:
