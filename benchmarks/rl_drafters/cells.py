@@ -53,10 +53,14 @@ def all_cells(batch: int, depths: Sequence[int] = DEPTHS) -> list[Cell]:
 
 @dataclass
 class Found:
-    """What one cell gave over several steps, and in which step how much."""
+    """What one cell gave over several steps, and in which step how much.
+
+    Seconds are the process's own, on one thread: on an idle machine they are seconds, and other processes do not count.
+    """
 
     cell: Cell
     seconds: float = 0.0
+    wall_seconds: float = 0.0
     refit_seconds: float = 0.0
     draft_seconds: float = 0.0
     tokens: int = 0
@@ -122,22 +126,24 @@ def measure(
         recorded = [row.tokens for row in recording.rows(step)]
         moved = {start: follower.version(step) for start, follower in followers.items()}
         for one, engine in zip(found, engines, strict=True):
-            started = time.perf_counter()
+            started = time.process_time()
             engine.load_weights(step, weights)
             if one.cell.depth:
                 if one.cell.is_adapted:
                     engine.load_drafter_weights(step, moved[one.cell.start])
                 elif turn == 0:
                     engine.load_drafter_weights(step, followers[one.cell.start].version(0))
-            refitted, before = time.perf_counter(), engine.stats()
+            refitted, before = time.process_time(), engine.stats()
+            wall = time.perf_counter()
             rollouts = engine.generate(requests)
-            done, after = time.perf_counter(), engine.stats()
+            done, wall, after = time.process_time(), time.perf_counter() - wall, engine.stats()
             if turn:
                 one.add(
                     step,
                     rollouts,
                     recorded,
                     seconds=done - refitted,
+                    wall_seconds=wall,
                     refit_seconds=refitted - started,
                     draft_seconds=after.draft_seconds - before.draft_seconds,
                     passes=after.forwards - before.forwards,

@@ -61,7 +61,7 @@ class Follower:
 
     @cached_property
     def log(self) -> list[dict[str, float]]:
-        """For each step the trainer's metrics, and the seconds of its training and of the pass that was tapped."""
+        """For each step the trainer's metrics, and the processor seconds of its training and of the tapped pass."""
         found: list[dict[str, float]] = json.loads((self.folder / "log.json").read_text())
         return found
 
@@ -80,11 +80,11 @@ class Follower:
         for step in range(recording.steps):
             policy.load_state(recording.weights(step))
             requests, rows = recording.requests(step), recording.rows(step)
-            started = time.perf_counter()
+            started = time.process_time()
             documents = tapped(policy, requests, [as_tokens(row.tokens) for row in rows], head)
-            scored = time.perf_counter()
+            scored = time.process_time()
             found = trainer.train(documents)
-            seconds = {"logprob": scored - started, "drafter": time.perf_counter() - scored}
+            seconds = {"logprob": scored - started, "drafter": time.process_time() - scored}
             log.append(found | seconds)
             self._keep(step + 1, head)
             tell(f"{self.folder.parent.name}, {self.start} head: step {step}, loss {found['loss']:.3f}")
@@ -138,12 +138,12 @@ def school(recording: Recording, policy: Policy, schooling: Schooling, tell: Cal
         config.cotrain, updates=updates, schedule="cosine", schedule_steps=updates * schooling.epochs + 1
     )
     trainer = Trainer(head, policy.model, once, config.sampling.temperature)
-    started = time.perf_counter()
+    started = time.process_time()
     for epoch in range(schooling.epochs):
         order = sorted(range(len(documents)), key=lambda place, epoch=epoch: derive_seed("school", epoch, place))
         found = trainer.train([documents[place] for place in order])
         tell(
             f"{recording.policy}, in-domain start: epoch {epoch}, {found['tokens']:.0f} tokens, "
-            f"loss {found['loss']:.3f}, overlap {found['overlap_1']:.3f}, {time.perf_counter() - started:.0f} s"
+            f"loss {found['loss']:.3f}, overlap {found['overlap_1']:.3f}, {time.process_time() - started:.0f} s"
         )
     return write_head(stored_head(head, policy=recording.policy, version=0), home)

@@ -5,6 +5,7 @@ weights: the run is made once, and what a drafter gives is measured by decoding 
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +14,18 @@ from pathlib import Path
 import msgspec
 import policies
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from paceline.config import Config, load_config
 from paceline.report.trace import TraceRow, read_metrics, read_trace
 from paceline.rl import folder
 from paceline.rl.curriculum import Curriculum, load_items, rollout_requests
+from paceline.rl.learner import Batch, Learner
 from paceline.rl.loop import Run
 from paceline.rl.policy import Policy
 from paceline.rl.tasks import make_task
-from paceline.schema import RolloutRequest, StepRecord
+from paceline.schema import RolloutRequest, StepRecord, as_tokens
 
 HERE = Path(__file__).parent
 #: Learning rates of the policy: that of the experiment, and one at which a frozen drafter decays.
@@ -118,6 +121,26 @@ class Recording:
         """The policy; its weights are those of the start until somebody loads others."""
         config = self.config()
         return Policy.load(config.policy, config.seed)
+
+    def train_seconds(self) -> list[float]:
+        """Processor seconds of each step's update of the policy, which is made again and must leave the same weights."""
+        config = self.config()
+        policy = Policy.load(config.policy, config.seed)
+        learner, seconds = Learner(policy, config.rl, config.sampling.temperature), []
+        for step in range(self.steps):
+            requests, rows = self.requests(step), self.rows(step)
+            batch = Batch(
+                prompts=[request.prompt for request in requests],
+                responses=[as_tokens(row.tokens) for row in rows],
+                rewards=[row.reward for row in rows],
+                group_ids=[request.group for request in requests],
+            )
+            started = time.process_time()
+            learner.update(batch)
+            seconds.append(time.process_time() - started)
+            left, own = self.weights(step + 1), policy.refit_tensors()
+            assert all(torch.equal(left[name], tensor) for name, tensor in own.items()), f"step {step} is not repeated"
+        return seconds
 
     def rows(self, step: int) -> list[TraceRow]:
         """The rollouts of a step, in the order of its requests."""

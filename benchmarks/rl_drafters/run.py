@@ -10,7 +10,8 @@ batch 8 and 32. Tokens do not depend on the drafter, so one recorded run serves 
     python benchmarks/rl_drafters/run.py --table          # the tables of what is there
     python benchmarks/rl_drafters/run.py --whole          # real runs too, plain against EAGLE-3 online, token for token
 
-What is done is not done again; results lie in ``runs/rl_drafters``.
+Seconds are the process's own on one thread, so that other processes do not count. What is done is not done again;
+results lie in ``runs/rl_drafters``.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def keep(
     result = {
         "cells": own,
         "data": [phases["reward"] + phases["other"] for phases in seconds],
-        "train": [phases["train"] for phases in seconds],
+        "train": run.train_seconds(),
         "generation": [phases["generation"] for phases in seconds],
         "reward": [record.reward for record in run.records],
         "entropy": [record.entropy for record in run.records],

@@ -64,7 +64,7 @@ def generation_table(result: dict[str, Any]) -> str:
                 f"{ratio(cell['accepted'], cell['drafted']):.0%}" if cell["drafted"] else "–",
                 f"{cell['seconds']:.1f}",
                 f"{base / cell['seconds']:.2f}x",
-                f"{ratio(cell['draft_seconds'], cell['seconds']):.0%}",
+                f"{ratio(cell['draft_seconds'], cell['wall_seconds']):.0%}",
                 f"{cell['unlike']} of {cell['rollouts']}",
             ]
         )
