@@ -123,7 +123,7 @@ class Recording:
         return Policy.load(config.policy, config.seed)
 
     def train_seconds(self) -> list[float]:
-        """Processor seconds of each step's update of the policy, which is made again and must leave the same weights."""
+        """Processor seconds of each step's update, which is made again here and must leave the same weights."""
         config = self.config()
         policy = Policy.load(config.policy, config.seed)
         learner, seconds = Learner(policy, config.rl, config.sampling.temperature), []
