@@ -7,7 +7,7 @@ import torch
 
 
 def eagle3_pass(weights, config, embeds_NH, carried_NH, position_N, keys):
-    """One pass of a one-layer EAGLE-3 head over the rows of a document; see ``decoder`` for ``keys``."""
+    """One pass of a one-layer EAGLE-3 head over the rows of a document."""
     eps = config.rms_norm_eps
     own = {name.removeprefix("midlayer."): w for name, w in weights.items() if name.startswith("midlayer.")}
     normed = torch.cat(
@@ -22,30 +22,28 @@ def eagle3_pass(weights, config, embeds_NH, carried_NH, position_N, keys):
 
 
 def mtp_pass(weights, config, embeds_NH, carried_NH, position_N, keys):
-    """One pass of an MTP head in MiMo's layout."""
+    """One pass of an MTP head that reads its state before the embedding, and none at position 0, as MiMo's does."""
     eps = config.rms_norm_eps
-    own = {name.removeprefix("model.mtp_layers.0."): w for name, w in weights.items()}
+    own = {name.removeprefix("layer."): w for name, w in weights.items() if name.startswith("layer.")}
     embeds_NH = torch.where(position_N[:, None] == 0, 0, embeds_NH)
-    both = torch.cat(
-        [norm(carried_NH, own["hidden_layernorm.weight"], eps), norm(embeds_NH, own["token_layernorm.weight"], eps)],
-        dim=-1,
-    )
-    hidden_NH = both @ own["input_proj.weight"].T
+    both = [norm(carried_NH, weights["state_norm.weight"], eps), norm(embeds_NH, weights["embedding_norm.weight"], eps)]
+    hidden_NH = torch.cat(both, dim=-1) @ weights["project.weight"].T
     hidden_NH = decoder(own, config, norm(hidden_NH, own["input_layernorm.weight"], eps), hidden_NH, position_N, keys)
-    out_NH = norm(hidden_NH, own["final_layernorm.weight"], eps)
-    return out_NH, out_NH
+    read_NH = norm(hidden_NH, weights["norm.weight"], eps)
+    return read_NH, read_NH
 
 
 def decoder(own, config, normed_NX, hidden_NH, position_N, keys):
-    """A Llama layer: row n attends to what ``keys(n, k, v)`` gives of the pass's keys and values (N, K, D)."""
+    """A Llama layer: row n attends to what ``keys.seen`` gives of the pass's keys and values (N, K, D)."""
     heads, size = config.num_attention_heads, config.head_dim
     query, key, value = (
         (normed_NX @ own[f"self_attn.{side}_proj.weight"].T).unflatten(-1, (-1, size)) for side in "qkv"
     )
     query, key = rope(query, position_N, config), rope(key, position_N, config)
+    keys.add(key, value)
     rows = []
     for n in range(len(normed_NX)):
-        key_MKD, value_MKD = keys(n, key, value)
+        key_MKD, value_MKD = keys.seen(n)
         outs = []
         for head in range(heads):
             shared = head * key_MKD.shape[1] // heads
@@ -72,6 +70,22 @@ def rope(x_NAD, position_N, config):
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
+class Keys:
+    """The keys and values of a document's passes: the first is the trunk, each row has its own of the others."""
+
+    def __init__(self):
+        self.passes = []
+
+    def add(self, key, value):
+        self.passes.append((key, value))
+
+    def seen(self, n):
+        (trunk_key, trunk_value), *own = self.passes
+        keys = [trunk_key[: n + 1], *(key[n : n + 1] for key, _ in own)]
+        values = [trunk_value[: n + 1], *(value[n : n + 1] for _, value in own)]
+        return torch.cat(keys), torch.cat(values)
+
+
 def training_time_test(one_pass, weights, config, fuse, policy, output, ids, documents, temperature, passes, decay):
     """The mean loss, differentiable in ``weights``, and the sums of each pass's rows, losses and overlaps.
 
@@ -85,33 +99,13 @@ def training_time_test(one_pass, weights, config, fuse, policy, output, ids, doc
         tokens = torch.from_numpy(document.tokens).long()
         length, prompt = len(tokens), document.prompt_length
         rows = torch.arange(length - 2)
-        carried, trunk, branch = fuse(weights, document)[: length - 2], None, []
+        carried, keys = fuse(weights, document)[: length - 2], Keys()
         for d in range(1, passes + 1):
             rows = rows[rows + d <= length - 2]
             carried = carried[: len(rows)]
-
-            def keys(n, key, value, d=d):
-                if d == 1:
-                    return key[: n + 1], value[: n + 1]
-                own = [(k[n], v[n]) for k, v in [*branch, (key, value)]]
-                return tuple(
-                    torch.cat([side[: n + 1], torch.stack([pair[which] for pair in own])])
-                    for which, side in enumerate(trunk)
-                )
-
-            kept = {}
-
-            def remembering(n, key, value, keys=keys, kept=kept):
-                kept["pair"] = (key, value)
-                return keys(n, key, value)
-
             if len(rows) == 0:
                 break
-            read, carried = one_pass(weights, config, table[tokens[rows + d]], carried, rows + d - 1, remembering)
-            if d == 1:
-                trunk = kept["pair"]
-            else:
-                branch.append(kept["pair"])
+            read, carried = one_pass(weights, config, table[tokens[rows + d]], carried, rows + d - 1, keys)
             for n in range(prompt - 1, len(rows)):
                 law = (matrix @ document.final_PH[n + d] / temperature).softmax(-1)[ids]
                 log_q = (output(weights) @ read[n] / temperature).log_softmax(-1)
