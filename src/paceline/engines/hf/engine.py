@@ -242,6 +242,7 @@ class HFEngine:
         if learned is None:
             raise WeightsError("no model drafts, so there is none to load weights into; set drafter.kind")
         learned.load_weights(version, tensors)
+        self._queue.show_again()
         self.controller.refit()
         self.sentinel.drafter_moved()
 

@@ -40,8 +40,7 @@ class Observed:
             return
         if drafter.inner is not self._observer:  # another took over, which has seen nothing
             self._observer = drafter.inner
-            for row in self._queue.rows():
-                row.seen = 0
+            self._queue.show_again()
         slots = {row.arrival: slot for slot, row in enumerate(self._queue.running)}
         new = [row for row in rows if row.seen < row.cached]
         kv = self._queue.kv

@@ -135,3 +135,8 @@ class Queue:
         if recompute:
             for row in self.running:
                 row.forget()
+
+    def show_again(self) -> None:
+        """The drafter has forgotten what it was shown of the requests in flight: it is shown everything again."""
+        for row in self.rows():
+            row.seen = 0

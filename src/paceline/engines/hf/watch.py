@@ -61,4 +61,7 @@ class Watch:
         guard, drafter = self._engine.drafter, learned_of(self._engine.drafter)
         if guard is not None and guard.lost:
             return guard.revive()
-        return drafter is not None and drafter.reload()
+        if drafter is None or not drafter.reload():
+            return False
+        self._engine._queue.show_again()
+        return True
