@@ -75,6 +75,7 @@ class Observer(Protocol):
         All states that there are of the requests of the next ``propose``, that of the token committed last excepted.
         There are fewer where the policy reads a text in the pass that is drafted for: a prompt, or what it reads again
         by new weights or after a preemption. Such a request can be drafted for without states only.
+        Where weights of the drafter were loaded, or loaded again, everything is given again.
         """
 
 
