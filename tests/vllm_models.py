@@ -20,8 +20,8 @@ for name, value in (
     os.environ.setdefault(name, value)
 
 
-def save_tiny(directory: str | Path, tied: bool = False, seed: int = 0, vocabulary: int = 64) -> Path:
-    """A Llama of two layers with random weights in ``directory``: head size 32, token 0 ends a response.
+def save_tiny(directory: str | Path, tied: bool = False, seed: int = 0, vocabulary: int = 64, layers: int = 2) -> Path:
+    """A Llama of two ``layers`` with random weights in ``directory``: head size 32, token 0 ends a response.
 
     Its weights are spread out, so that its distributions have a shape and near ties are rare.
     """
@@ -33,7 +33,7 @@ def save_tiny(directory: str | Path, tied: bool = False, seed: int = 0, vocabula
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
