@@ -88,7 +88,7 @@ def test_a_draft_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps"), [(1, (0,)), (4, (1, 2, 3)), (8, (1, 2, 3, 4, 5)), (36, (1, 9, 17, 25, 33))]
+    ("layers", "taps"), [(1, (0,)), (4, (0, 1, 2)), (8, (1, 2, 3, 4, 5)), (36, (1, 9, 17, 25, 33))]
 )
-def test_taps_are_those_of_dflash_or_the_last_of_a_shallow_policy(layers, taps):
+def test_taps_are_those_of_dflash_or_of_a_shallow_policy_those_before_its_last(layers, taps):
     assert block_taps(layers) == taps

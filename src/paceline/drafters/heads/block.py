@@ -154,7 +154,8 @@ class Layer(nn.Module):
 
 
 def block_taps(layers: int) -> tuple[int, ...]:
-    """Five layers, evenly from the second to the third last, as DFlash has them; of a shallow policy its last three."""
+    """Five layers, evenly from the second to the third last, as DFlash has them; of a shallow policy those before its
+    last."""
     if layers < 8:
-        return tuple(range(max(layers - 3, 0), layers))
+        return tuple(range(max(layers - 4, 0), max(layers - 1, 1)))
     return tuple(round(1 + step * (layers - 4) / 4) for step in range(5))
