@@ -23,13 +23,12 @@ from paceline.report.folders import aside_of, file_hash
 
 #: What paceline writes beside the engines' own files, last: who made it of what, and the hash of every other file.
 METADATA = "paceline.json"
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, WEIGHTS_INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 #: What a tap is called in a file, less its number among layers' outputs.
 TAP_OFFSETS: Mapping[str, int] = {"vllm": 1, "sglang": 0, "speculators": 1}
 IDS = "eagle_aux_hidden_state_layer_ids"
 Format = Literal["vllm", "sglang", "speculators"]
 
-_INDEX = "model.safetensors.index.json"
 #: Switches of other heads that would compute something else from the same weights, and what they must say.
 _PLAIN: Mapping[str, Any] = {
     "norm_before_residual": False,
@@ -127,8 +126,8 @@ def _json(file: Path) -> Any:
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
-    if (folder / _INDEX).is_file():
-        files = sorted({folder / name for name in _json(folder / _INDEX)["weight_map"].values()})
+    if (folder / WEIGHTS_INDEX).is_file():
+        files = sorted({folder / name for name in _json(folder / WEIGHTS_INDEX)["weight_map"].values()})
     if not files:
         raise ModelError(f"{folder}: no safetensors file, and no other is ever loaded; convert the head's weights")
     found: dict[str, Tensor] = {}
@@ -166,7 +165,7 @@ def _refuse_others(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    known = (LlamaConfig().to_dict().keys() | {"rope_theta", "rope_scaling"}) - {"dtype", "architectures"}
+    known = (LlamaConfig().to_dict().keys() | {"rope_theta", "rope_scaling"}) - {"dtype", "architectures", "model_type"}
     made: LlamaConfig = LlamaConfig.from_dict({key: value for key, value in config.items() if key in known})
     made.draft_vocab_size = config.get("draft_vocab_size") or len(tensors.get("lm_head.weight", ())) or made.vocab_size
     made.architectures = ["LlamaForCausalLMEagle3"]

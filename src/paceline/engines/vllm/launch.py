@@ -144,10 +144,16 @@ def speculation(drafter: DrafterConfig, further: Mapping[str, Any]) -> dict[str,
         settings |= {"method": "suffix"}
     elif drafter.kind == "draft_model":
         settings |= {"method": "draft_model", "model": drafter.draft_model.path}
+    elif drafter.kind in ("block", "hybrid"):
+        raise LaunchError(
+            f"drafter.kind={drafter.kind}: vLLM runs none of paceline's; set drafter.kind=eagle3, or engine.kind=hf"
+        )
     else:
         settings |= {"method": drafter.kind}
         if drafter.head.path is not None:
             settings["model"] = drafter.head.path
+        elif drafter.kind != "mtp":
+            raise LaunchError("drafter.kind=eagle3: vLLM loads the head from files; set drafter.head.path")
     contradicted = [key for key in ("method", "model") if key in further and further[key] != settings.get(key)]
     if contradicted:
         key = contradicted[0]
