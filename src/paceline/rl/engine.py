@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 from msgspec.structs import replace
 
 from paceline.budget.steptime import StepTimeTable, plain_generation_seconds
-from paceline.config import Config
+from paceline.config import HEADS, Config, HeadConfig
+from paceline.cotrain.export import join_mtp, stored_head, write_head
 from paceline.drafters import make_drafter
+from paceline.drafters.heads import Head, HeadKind, MtpHead, make_head
 from paceline.engines.hf import HFEngine
 from paceline.engines.identity import Identity, check_identity
 from paceline.engines.vllm.launch import PLUGIN_KINDS
@@ -70,11 +72,14 @@ def _vllm(config: Config, policy: Policy, export: Path, has_grammars: bool) -> "
     except OSError as error:
         raise PacelineError(f"out={config.out}: the policy cannot be written there for vLLM to load: {error}") from None
     with deaf_to_ctrl_c(), _gone_if_it_fails(export):
+        # A warm start is the loop's affair: on a resume there must be none.
+        drafter = replace(config.drafter, history=replace(config.drafter.history, warm=None))
+        if drafts(config) and drafter.kind in HEADS:
+            drafter = replace(drafter, head=_written_head(config, policy, export))
         return VllmEngine(
             export,
             config=config.engine,
-            # A warm start is the loop's affair: on a resume there must be none.
-            drafter=replace(config.drafter, history=replace(config.drafter.history, warm=None)),
+            drafter=drafter,
             budget=config.budget,
             dtype=config.policy.dtype,
             seed=config.seed,
@@ -84,6 +89,23 @@ def _vllm(config: Config, policy: Policy, export: Path, has_grammars: bool) -> "
             refit_names=policy.refit_names(),
             allow_lossy=config.allow_lossy,
         )
+
+
+def head_of(config: Config, policy: Policy) -> Head:
+    """The head that ``config`` asks for, as every drafter of the run starts. ModelError where it cannot be had."""
+    # A policy with an adapter has other layers than its checkpoint; a head starts from the merged ones.
+    plain = policy.model if policy.adapter is None else policy.engine_model()
+    return make_head(cast("HeadKind", config.drafter.model_kind), config.drafter.head, plain, config.seed)
+
+
+def _written_head(config: Config, policy: Policy, export: Path) -> HeadConfig:
+    """Where vLLM finds the head: beside the policy or, as its own families have it, among the policy's weights."""
+    head = head_of(config, policy)
+    if isinstance(head, MtpHead):
+        join_mtp(head, export)
+        return replace(config.drafter.head, path=None)
+    path = write_head(stored_head(head, policy=config.policy.path, version=0), export / "head")
+    return replace(config.drafter.head, path=str(path))
 
 
 @contextmanager
