@@ -10,6 +10,7 @@ from paceline.cli.audit import audit
 from paceline.cli.cache import cache
 from paceline.cli.config import config
 from paceline.cli.diff import diff
+from paceline.cli.draft import draft
 from paceline.cli.replay import replay
 from paceline.cli.report import report
 from paceline.cli.serve import serve
@@ -20,6 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 for _command in (train, warmup, replay, audit, diff, report, serve, config, assets):
     app.command()(_command)
 app.add_typer(cache, name="cache")
+app.add_typer(draft, name="draft")
 
 
 def _version(wanted: bool) -> None:

@@ -16,7 +16,7 @@ import safetensors.torch
 
 from paceline.cotrain.formats import ExportError as ExportError
 from paceline.cotrain.formats import parts, readme
-from paceline.drafters.heads import Head, MtpHead
+from paceline.drafters.heads import BlockHead, Head, MtpHead
 from paceline.drafters.heads.files import CONFIG, METADATA, WEIGHTS, WEIGHTS_INDEX, Format, Stored
 from paceline.forward.layers import decoder_layers
 from paceline.report.folders import put_in_place, write_synced
@@ -36,7 +36,8 @@ def stored_head(head: Head, *, policy: str, version: int) -> Stored:
     """The head as files hold it, its weights copied to the CPU; made for ``version`` of the model ``policy``."""
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in head.checkpoint().items()}
     _, layers = decoder_layers(head.policy)
-    return Stored(head.kind, head.config, head.taps, tensors, policy, version, len(layers))
+    block = head.block if isinstance(head, BlockHead) else 0
+    return Stored(head.kind, head.config, head.taps, tensors, policy, version, len(layers), block)
 
 
 def write_head(stored: Stored, directory: str | Path, format: Format = "vllm", speculative_tokens: int = 3) -> Path:  # noqa: A002

@@ -1,11 +1,13 @@
 """What each engine's files say of a head: their configuration, their tensors, and the words for people beside them."""
 
+import io
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from paceline.drafters.heads.files import IDS, TAP_OFFSETS, Format, Stored
+from paceline.drafters.heads.files import IDS, MASK_FILE, TAP_OFFSETS, Format, Stored
 from paceline.schema import PacelineError
 
 #: What is said of the head's layers, in the order in which it is written.
@@ -43,7 +45,7 @@ def parts(stored: Stored, format: Format, tokens: int) -> tuple[dict[str, Any], 
         config = {"architectures": ["MtpHead"], "model_type": stored.config.model_type}
         return config, stored.tensors, {}
     if stored.kind == "block":
-        raise ExportError("a block head is not written yet; its weights are in the run's checkpoints")
+        return _dflash(stored), stored.tensors, {MASK_FILE: _mask(stored)}
     if format == "speculators":
         tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in stored.tensors.items()}
         return _speculators(stored, tokens), tensors, {}
@@ -136,3 +138,26 @@ def _speculators(stored: Stored, tokens: int) -> dict[str, Any]:
             "verifier": {"name_or_path": stored.policy or None, "architectures": []},
         },
     }
+
+
+def _dflash(stored: Stored) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **_layer_config(stored),
+        "model_type": "qwen3",
+        "block_size": stored.block + 1,
+        "num_target_layers": stored.policy_layers,
+        "dflash_config": {"mask_token_id": _mask_token(stored), "target_layer_ids": list(stored.taps or ())},
+    }
+
+
+def _mask_token(stored: Stored) -> int:
+    """The id that stands for a mask in the engine: of padding, which no text holds, else the last one."""
+    pad = stored.config.pad_token_id
+    return int(stored.config.vocab_size) - 1 if pad is None else int(pad)
+
+
+def _mask(stored: Stored) -> bytes:
+    written = io.BytesIO()
+    torch.save({"mask_token_id": _mask_token(stored), "embedding": stored.tensors["mask_embedding"]}, written)
+    return written.getvalue()

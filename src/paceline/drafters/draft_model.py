@@ -66,7 +66,7 @@ class DraftModelDrafter(SoftDrafter[Live]):
         """The drafter that a configuration asks for. ModelError, one line, where its model cannot be loaded whole."""
         model, name = _load(config).to(policy.device), f"{_KEY}={config.path}"
         sizes = policy.vocabulary_size, int(model.config.get_text_config().vocab_size)
-        vocabulary = VocabularyMap.between(policy.tokenizer, _tokenizer(config), sizes, name)
+        vocabulary = VocabularyMap.between(policy.tokenizer, tokenizer_of(config), sizes, name)
         if vocabulary is not None and not vocabulary.is_same:
             _LOG.warning(
                 "drafter_vocabulary: %s has a tokenizer of its own; of the policy's %d tokens it can draft %d",
@@ -186,7 +186,7 @@ def _indices(vocabulary: VocabularyMap, device: torch.device) -> tuple[torch.Ten
     return torch.from_numpy(vocabulary.shared_K).to(device), torch.from_numpy(vocabulary.drafts_K).to(device)
 
 
-def _tokenizer(config: DraftModelConfig) -> Any:
+def tokenizer_of(config: DraftModelConfig) -> Any:
     """The draft model's tokenizer; None where it came without one."""
     try:
         return AutoTokenizer.from_pretrained(model_source(config.path, _KEY))

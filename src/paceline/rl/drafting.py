@@ -13,7 +13,9 @@ from paceline.cotrain.export import ExportError, stored_head, write_head
 from paceline.cotrain.taps import LEAST_RESPONSE, Collector, spread
 from paceline.cotrain.trainer import Drafting, Trainer
 from paceline.cotrain.when import Decision, Generation, When
+from paceline.drafters.draft_model import tokenizer_of
 from paceline.drafters.heads import Head, HeadKind, make_head
+from paceline.drafters.vocabulary_map import VocabularyMap
 from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
 from paceline.rl.checkpoint import Checkpoint
 from paceline.rl.engine import RunEngine, drafts
@@ -219,6 +221,10 @@ def _model(config: Config, policy: Policy) -> Drafting:
         return head
     own, key = drafter.draft_model, "drafter.draft_model.path"
     model = load_pretrained(model_source(own.path, key), key, own.path, own.dtype)
+    ours, theirs = (int(side.config.get_text_config().vocab_size) for side in (policy.model, model))
+    foreign = VocabularyMap.between(policy.tokenizer, tokenizer_of(own), (ours, theirs), f"{key}={own.path}")
+    if foreign is not None and not foreign.is_same:
+        raise PacelineError(f"{key}={own.path}: has a tokenizer of its own, and is not trained; set cotrain.when=never")
     return model.to(policy.device).eval()  # type: ignore[arg-type]
 
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 
 from paceline.drafters.heads.base import HeadKind
 from paceline.forward.pretrained import ModelError, model_source, one_line
+from paceline.forward.taps import FINAL
 from paceline.report.folders import aside_of, file_hash
 
 #: What paceline writes beside the engines' own files, last: who made it of what, and the hash of every other file.
@@ -26,6 +27,8 @@ METADATA = "paceline.json"
 CONFIG, WEIGHTS, WEIGHTS_INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 #: What a tap is called in a file, less its number among layers' outputs.
 TAP_OFFSETS: Mapping[str, int] = {"vllm": 1, "sglang": 0, "speculators": 1}
+#: The mask's embedding as DFlash checkpoints have it: a pickle, which vLLM reads and paceline only writes.
+MASK_FILE = "mask_embedding.pt"
 IDS = "eagle_aux_hidden_state_layer_ids"
 Format = Literal["vllm", "sglang", "speculators"]
 
@@ -39,14 +42,25 @@ _PLAIN: Mapping[str, Any] = {
     "mlp_bias": False,
     "logit_scale": 1.0,
 }
+#: Switches of block heads, at the top or in ``dflash_config``.
+_PLAIN_BLOCK: Mapping[str, Any] = {
+    "attention_bias": False,
+    "logit_scale": 1.0,
+    "causal": False,
+    "use_swa": False,
+    "use_sliding_window": False,
+    "sample_from_anchor": False,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+}
 
 
 @dataclass(frozen=True)
 class Stored:
     """A head as files hold it: its layers' configuration, its taps, and its weights by ``Head.checkpoint``'s names.
 
-    ``taps`` None: the files do not say. It was made for ``version`` of the model that
-    ``policy`` names, which has ``policy_layers`` layers (0: the files do not say).
+    ``taps`` None: the files do not say. It was made for ``version`` of the model that ``policy`` names, which has
+    ``policy_layers`` layers (0: the files do not say). A block head drafts ``block`` tokens.
     """
 
     kind: HeadKind
@@ -56,6 +70,7 @@ class Stored:
     policy: str = ""
     version: int = 0
     policy_layers: int = 0
+    block: int = 0
 
 
 def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
@@ -74,7 +89,12 @@ def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
         config = {"norm_before_residual": True, **config, **config.get("transformer_layer_config", {})}
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     kind = _kind(config, folder)
-    _refuse_others(config, folder)
+    if kind == "mtp":
+        return Stored(kind, LlamaConfig(), (FINAL,), tensors, **_origin(metadata))
+    if kind == "block":
+        _refuse_other_blocks(config, tensors, folder)
+    else:
+        _refuse_others(config, folder)
     if metadata and not taps:
         taps = tuple(int(tap) for tap in metadata["taps"])
     return Stored(
@@ -82,10 +102,18 @@ def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
         config=_layers(config, tensors),
         taps=taps or _taps(config, folder),
         tensors=_without_identity(tensors, int(config["vocab_size"])),
-        policy=str(metadata.get("policy", "")),
-        version=int(metadata.get("version", 0)),
-        policy_layers=int(metadata.get("policy_layers", 0)),
+        block=int(config["block_size"]) - 1 if kind == "block" else 0,
+        **_origin(metadata),
     )
+
+
+def _origin(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the head was made for."""
+    return {
+        "policy": str(metadata.get("policy", "")),
+        "version": int(metadata.get("version", 0)),
+        "policy_layers": int(metadata.get("policy_layers", 0)),
+    }
 
 
 def _folder(path: str | Path) -> Path:
@@ -143,8 +171,12 @@ def _kind(config: Mapping[str, Any], folder: Path) -> HeadKind:
     named = str(config.get("speculators_model_type", next(iter(config.get("architectures") or ()), ""))).lower()
     if "eagle3" in named:
         return "eagle3"
+    if named == "mtphead":
+        return "mtp"
+    if named == "dflashdraftmodel":
+        return "block"
     raise ModelError(
-        f"{folder / CONFIG}: {named or 'no architecture'} is no head that paceline knows; it knows EAGLE-3"
+        f"{folder / CONFIG}: {named or 'no architecture'} is no head that paceline knows; it knows EAGLE-3 and DFlash"
     )
 
 
@@ -164,6 +196,27 @@ def _refuse_others(config: Mapping[str, Any], folder: Path) -> None:
         raise ModelError(f"{folder / CONFIG}: use_aux_hidden_state=false: a head of the last state only")
 
 
+def _refuse_other_blocks(config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """ModelError where a DFlash head is not one that paceline has, or its files lack what it needs."""
+    within = config.get("dflash_config") or {}
+    for given, plain in ((config, _PLAIN_BLOCK), (within, _PLAIN_BLOCK)):
+        for key, value in plain.items():
+            if given.get(key, value) not in (value, None):
+                raise ModelError(
+                    f"{folder / CONFIG}: {key}={given[key]!r}, and paceline's block head has {value!r}; train another"
+                )
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if config.get("model_type") != "qwen3" or kinds:
+        what = sorted(kinds) or config.get("model_type")
+        raise ModelError(f"{folder / CONFIG}: layers of {what}, and a block head's are Qwen3's; train another")
+    if config.get("draft_vocab_size") not in (None, config["vocab_size"]) or "d2t" in tensors:
+        raise ModelError(f"{folder / CONFIG}: a draft vocabulary, and a block head has the policy's; train another")
+    if not within.get("target_layer_ids") or not isinstance(config.get("block_size"), int):
+        raise ModelError(f"{folder / CONFIG}: lacks dflash_config.target_layer_ids or block_size; add what it has")
+    if "mask_embedding" not in tensors and (folder / MASK_FILE).is_file():
+        raise ModelError(f"{folder / MASK_FILE}: a pickle, and none is ever loaded; add its tensor to the safetensors")
+
+
 def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
     known = (LlamaConfig().to_dict().keys() | {"rope_theta", "rope_scaling"}) - {"dtype", "architectures", "model_type"}
     made: LlamaConfig = LlamaConfig.from_dict({key: value for key, value in config.items() if key in known})
@@ -174,6 +227,9 @@ def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaCo
 
 def _taps(config: Mapping[str, Any], folder: Path) -> tuple[int, ...] | None:
     """The taps by the only key that means the same to everyone who reads it; None where no key names any."""
+    outputs = (config.get("dflash_config") or {}).get("target_layer_ids")
+    if outputs:
+        return tuple(int(layer) for layer in outputs)
     named = config.get(IDS)
     if named:
         taps = tuple(int(layer) - TAP_OFFSETS["vllm"] for layer in named)

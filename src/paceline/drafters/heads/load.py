@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import HeadConfig
 from paceline.drafters.heads.base import Head, HeadKind
+from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.eagle3 import Eagle3Head
 from paceline.drafters.heads.files import Stored, read_head
 from paceline.forward.layers import decoder_layers
@@ -31,6 +32,10 @@ def load_head(kind: HeadKind, config: HeadConfig, policy: PreTrainedModel, defau
     taps = stored.taps or default_taps
     _check(stored, taps, policy, path)
     tensors = _less_shared(stored.tensors, policy, path)
+    if stored.kind == "block":
+        block = BlockHead(stored.config, taps, stored.block)
+        block.load_checkpoint(tensors)
+        return block
     ids = None
     if (d2t := tensors.get("d2t")) is not None:
         ids = torch.arange(len(d2t)) + d2t.to(torch.int64)
