@@ -23,15 +23,15 @@ _KINDS = {
 }
 
 
-def tiny(architecture="llama", seed=0, dtype=torch.float64, context=128):
-    """A random two-layer model whose laws are far from uniform."""
+def tiny(architecture="llama", seed=0, dtype=torch.float64, context=128, layers=2):
+    """A random model, of two ``layers``, whose laws are far from uniform."""
     torch.manual_seed(seed)
     config_class, model_class, extra = _KINDS[architecture]
     config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,
