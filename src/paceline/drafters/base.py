@@ -106,6 +106,19 @@ class Paced(Protocol):
         """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
 
 
+#: Takes a request, what is drafted for it so far, and the token and claim that the drafter would go on with; names the
+#: token to go on with in its place and how probable that is, or None where the drafter's own is to stand.
+Guide = Callable[[str, Sequence[int], int, float], tuple[int, float] | None]
+
+
+@runtime_checkable
+class Guided(Protocol):
+    """What a drafter offers that drafts token by token, and can go on behind a token that another has drafted."""
+
+    def guide(self, guide: Guide) -> None:
+        """Ask ``guide`` at every depth from now on; the drafter's own token stays beside the one it goes on with."""
+
+
 @runtime_checkable
 class Reads(Protocol):
     """What a drafter offers that reads a text before it can draft from it, such as a model with a cache of its own."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from paceline.drafters.base import Guide
 from paceline.drafters.heads import BlockHead
 from paceline.drafters.observing import Observed, ObservingDrafter
 from paceline.drafters.slots import portions
@@ -28,6 +29,9 @@ class BlockDrafter(ObservingDrafter):
         head = self.head
         assert isinstance(head, BlockHead)
         return head
+
+    def guide(self, guide: Guide) -> None:
+        """No guide is asked: the laws are blind to what is drafted above them."""
 
     def _trunk(self, row: Observed) -> int:
         return row.total - 1

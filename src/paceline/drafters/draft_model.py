@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from paceline.config import DraftModelConfig
-from paceline.drafters.base import PolicyTraits
+from paceline.drafters.base import Guide, PolicyTraits
 from paceline.drafters.growth import Live
 from paceline.drafters.slots import Slots, portions
 from paceline.drafters.soft import SoftDrafter
@@ -103,6 +103,11 @@ class DraftModelDrafter(SoftDrafter[Live]):
                 self.model.get_buffer(name).copy_(buffer)
         self._forget()
         return True
+
+    def guide(self, guide: Guide) -> None:
+        """As the base; no guide is asked where tokens are spelled, since a token of another's may have no spelling."""
+        if self.vocabulary is None:
+            super().guide(guide)
 
     def close(self) -> None:
         """Release the key-value memory and give the model back. Only while no request is in flight."""

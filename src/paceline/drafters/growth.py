@@ -14,6 +14,16 @@ from paceline.schema import SOURCES, Draft, RolloutRequest, Tokens, as_tokens
 _MODEL = SOURCES.index("model")
 
 
+#: What a drafter claims of a token that it only follows: as much as of any that it did not draft.
+_DETOUR_CLAIM = 0.05
+
+
+def claim_of(share: float, rank: int) -> float:
+    """What is claimed of a child: as if the policy's sample were the first child half of the time, and else a draw
+    from the drafter's law."""
+    return (share + (rank == 0)) / 2
+
+
 class Live(Holder):
     """A request in flight: its ``total`` committed tokens, and the backbone that was drafted to follow them."""
 
@@ -91,32 +101,61 @@ class Growing(Generic[R]):
         self.depth = 0
         self.end = -1
         self.goes_on = True
+        #: Nodes that the backbone goes on by and the drafter would not have drafted.
+        self.detours = 0
         self.tokens: list[int] = []
         self._parents: list[int] = []
         self._law_of: list[int] = []
         self._probs: list[float] = []
 
-    def grow(self, tokens: Iterable[int], shares: Iterable[float], budget: int, *, is_drawn: bool) -> None:
-        """One level: children of the backbone's end, best first, -1 for none, with their shares of the law."""
+    def grow(
+        self,
+        tokens: Iterable[int],
+        shares: Iterable[float],
+        budget: int,
+        *,
+        is_drawn: bool,
+        detour: tuple[int, float] | None = None,
+    ) -> None:
+        """One level: children of the backbone's end, best first, -1 for none, with their shares of the law.
+
+        With ``detour`` the backbone goes on by that token, so probable, which counts for nothing in the budget.
+        """
         above = self._probs[self.end] if self.end >= 0 else 1.0
         parent, first = self.end, len(self.tokens)
         for rank, (token, share) in enumerate(zip(tokens, shares, strict=True)):
-            if token < 0 or len(self.tokens) == budget:
+            if token < 0 or len(self.tokens) - self.detours == budget:
                 break
-            # As if the policy's sample were the first child half of the time, and else a draw from the drafter's law.
-            claim = (share + (rank == 0)) / 2
-            if rank == 0:
+            claim = claim_of(share, rank)
+            if rank == 0 and detour is None:
                 self.row.draft(token, claim)
-            self.tokens.append(token)
-            self._parents.append(parent)
-            self._law_of.append(self.depth if is_drawn else -1)
-            self._probs.append(above * claim)
+            self._add(token, parent, above * claim, is_drawn)
         self.depth += 1
-        self.goes_on = len(self.tokens) > first and len(self.tokens) < budget and self.depth < self.deepest
-        if len(self.tokens) > first:
+        if detour is not None:
+            self._turn(detour, first, parent, above)
+        elif len(self.tokens) > first:
             self.end = first
-            # Nothing is sampled behind a token that ends the response.
-            self.goes_on = self.goes_on and self.tokens[first] not in self.row.spec.stop_ids
+        self.goes_on = len(self.tokens) > first and len(self.tokens) - self.detours < budget
+        # Nothing is sampled behind a token that ends the response.
+        self.goes_on = (
+            self.goes_on and self.depth < self.deepest and self.tokens[self.end] not in self.row.spec.stop_ids
+        )
+
+    def _turn(self, detour: tuple[int, float], first: int, parent: int, above: float) -> None:
+        token, prob = detour
+        self.row.draft(token, prob)
+        if token in self.tokens[first:]:
+            self.end = first + self.tokens[first:].index(token)
+            return
+        self.end = len(self.tokens)
+        self.detours += 1
+        self._add(token, parent, above * _DETOUR_CLAIM, is_drawn=False)
+
+    def _add(self, token: int, parent: int, prob: float, is_drawn: bool) -> None:
+        self.tokens.append(token)
+        self._parents.append(parent)
+        self._law_of.append(self.depth if is_drawn else -1)
+        self._probs.append(prob)
 
     def finished(self, version: int, is_chain: bool, laws_LV: torch.Tensor | None) -> Draft:
         """The draft, with the laws if any node was drawn from one."""
@@ -126,7 +165,7 @@ class Growing(Generic[R]):
             tokens=as_tokens(self.tokens),
             length=self.row.total,
             version=version,
-            parents=None if is_chain else as_tokens(self._parents),
+            parents=None if is_chain and not self.detours else as_tokens(self._parents),
             sources=np.full(len(self.tokens), _MODEL, dtype=np.uint8),
             probs=None if is_drawn else np.array(self._probs, dtype=np.float32),
             laws=laws_LV if is_drawn else None,

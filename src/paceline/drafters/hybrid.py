@@ -9,39 +9,32 @@ import numpy as np
 
 from paceline.budget.allocate import Nodes
 from paceline.config import HybridConfig
-from paceline.drafters.base import Drafter, Learned, Observer, Prefetcher, Reads, Renewable
+from paceline.drafters.base import Drafter, Guided, Learned, Observer, Prefetcher, Reads, Renewable, Seen
 from paceline.drafters.chains import best_chain
-from paceline.drafters.gains import Gains
+from paceline.drafters.gains import Asking, Standing
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.drafters.history import HistoryDrafter
 from paceline.drafters.merge import HISTORY, MODEL, ROOT, Blend, Merged
-from paceline.drafters.pace import Pacer
-from paceline.schema import SOURCES, Draft, Outcome, PacelineError, Rollout, RolloutRequest, as_tokens
+from paceline.schema import Draft, Outcome, PacelineError, Rollout, RolloutRequest, as_tokens
 
 _LOG = logging.getLogger(__name__)
-_OTHER = SOURCES.index("other")
-#: Where the model is not worth its time it is asked all the same for this share of the time, to see whether it is.
-_PROBED = 0.005
-#: A source that seems to bring nothing may still be asked where that costs nothing.
-_LEAST = 1e-3
-#: Where a request gets drafts of one source, the model is tried at least once in so many proposals of such a state.
-_TRIED_EVERY = 64
 
 
 class _Live:
-    """A request in flight; ``merged`` is the last draft's tree, of which the first ``own`` nodes are history's."""
+    """A request in flight; ``merged`` is the last draft's tree, of which the first ``own`` nodes are history's.
 
-    __slots__ = ("chosen", "expected", "extra", "foreseen", "is_asked", "is_greedy", "merged", "own", "state")
+    ``joins`` says that its drafts are point masses, of which one tree may be made.
+    """
 
-    def __init__(self, *, is_greedy: bool) -> None:
-        self.is_greedy = is_greedy
+    __slots__ = ("chosen", "is_asked", "joins", "merged", "own", "standing")
+
+    def __init__(self, *, joins: bool) -> None:
+        self.joins = joins
         self.merged: Merged | None = None
         self.chosen: frozenset[int] = frozenset()
-        self.own = self.state = 0
+        self.own = 0
         self.is_asked = False
-        self.expected = 0.0
-        #: What the model brought it so far beyond history, and what was foreseen of that.
-        self.extra = self.foreseen = 0.0
+        self.standing = Standing()
 
 
 class HybridDrafter:
@@ -51,7 +44,10 @@ class HybridDrafter:
     History is asked for every request, the model only for those where what it should bring beyond history is worth its
     time (``pace``; in pace 0 for all). Both drafts of a request become one tree: equal beginnings are the same nodes,
     each with the probability that was learned for what the two say of it (``merge.Blend``), the most probable first.
-    With ``config.graft`` history goes on below what the model alone drafts.
+    With ``config.graft`` history goes on below what the model alone drafts. With ``config.extend`` a model that drafts
+    token by token follows history's best path where that is likelier than its own choice, and so goes on where it ends:
+    a pass for every token of it, as for any that it drafts, so that it stops where those do not pay. Only under coupled
+    acceptance.
 
     Under rejection and block acceptance (``coupled`` false) a drawn node must not be kept or left out for what it is,
     so a request gets one source's draft, decided before anything is drawn; greedy requests, whose drafts are point
@@ -77,17 +73,14 @@ class HybridDrafter:
         self.model = GuardedDrafter(model, self._told, "history drafts on alone")
         self._clock = clock
         self._blend = Blend()
-        #: What the model brings beyond history's draft, and in its place.
-        self._gains, self._alone = Gains(), Gains(alone=True)
-        self._cost = Pacer()
-        self._rate = 0.0
-        self._asked_at = clock()
-        self._version = 0
+        self._asking = Asking(clock())
         self._live: dict[str, _Live] = {}
         if isinstance(history, Prefetcher):
             self.verifying = self.history.verifying
+        self._observer: Drafter | None = None
+        self._shown: dict[str, int] = {}
         if isinstance(model, Observer):
-            self.attach, self.observe = self.model.attach, self.model.observe
+            self.attach, self.observe = self.model.attach, self._observe
         if isinstance(model, Reads):
             self.reading_seconds = self.model.reading_seconds
 
@@ -96,7 +89,8 @@ class HybridDrafter:
     def start(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests become known to both."""
         for request in requests:
-            self._live[request.request_id] = _Live(is_greedy=request.params.temperature == 0)
+            joins = self.coupled or request.params.temperature == 0
+            self._live[request.request_id] = _Live(joins=joins)
         self.history.start(requests)
         self.model.start(requests)
 
@@ -106,17 +100,16 @@ class HybridDrafter:
         for name in request_ids:
             live, draft = self._live[name], said.get(name)
             live.merged = None
-            live.expected = 0.0 if draft is None or draft.probs is None else float(draft.probs.sum())
-            live.state = self._gains.state(live.expected)
+            live.standing.expect(0.0 if draft is None or draft.probs is None else float(draft.probs.sum()))
         asked = self._whom_to_ask(request_ids)
+        self._plant([name for name in asked if self._live[name].joins], said)
         drawn = {draft.request_id: draft for draft in self._ask(asked, budget)}
-        joined = []
         for name in asked:
-            if name in drawn and drawn[name].laws is not None:
+            if name not in drawn or (name in said and said[name].length != drawn[name].length):
+                self._live[name].merged = None
+            elif drawn[name].laws is not None:
                 said.pop(name, None)
-            elif name in drawn and (name not in said or said[name].length == drawn[name].length):
-                joined.append(name)
-        return list((said | drawn | self._merge(joined, said, drawn, budget)).values())
+        return list((said | drawn | self._merge(said, drawn, budget)).values())
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Tokens were emitted; what each part was right about is learned."""
@@ -127,8 +120,8 @@ class HybridDrafter:
                 tokens = outcome.tokens.tolist()
                 lessons += live.merged.lessons(tokens)
                 self._judge(live, tokens)
-            elif live.is_asked and not self._merges(live):
-                self._alone.learn(live.state, outcome.accepted)
+            elif live.is_asked and not live.joins:
+                self._asking.alone.learn(live.standing.state, outcome.accepted)
             live.merged, live.is_asked = None, False
         self._blend.learn(lessons)
         self.history.commit(outcomes)
@@ -138,20 +131,19 @@ class HybridDrafter:
         """Responses are complete."""
         for rollout in rollouts:
             del self._live[rollout.request_id]
+            self._shown.pop(rollout.request_id, None)
         self.history.finish(rollouts)
         self.model.finish(rollouts)
 
     def on_weights(self, version: int) -> None:
         """The policy moved to ``version``."""
-        self._version = version
         self._loosen()
         self.history.on_weights(version)
         self.model.on_weights(version)
 
     def pace(self, tokens_per_second: float) -> None:
         """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
-        self._rate = tokens_per_second
-        self._cost.pace(tokens_per_second)
+        self._asking.cost.pace(tokens_per_second)
         self.model.pace(tokens_per_second)
 
     def fresh(self) -> "HybridDrafter":
@@ -199,73 +191,69 @@ class HybridDrafter:
 
     def _loosen(self) -> None:
         self._blend.loosen()
-        self._gains.loosen()
-        self._alone.loosen()
+        self._asking.loosen()
+
+    def _observe(self, seen: Sequence[Seen]) -> None:
+        """States for the model. One that was made anew in the middle of requests gets those of later ones only."""
+        if self.model.inner is not self._observer:
+            self._observer, self._shown = self.model.inner, {}
+        whole = [part for part in seen if part.start <= self._shown.get(part.request_id, 0)]
+        self._shown |= {part.request_id: part.start + len(part.states) for part in whole}
+        self.model.observe(whole)
 
     # Whom the model drafts for
 
-    def _merges(self, live: _Live) -> bool:
-        return self.coupled or live.is_greedy
-
     def _whom_to_ask(self, names: Sequence[str]) -> list[str]:
-        """The requests that the model should draft for: of all sets the one that is worth most beyond its time."""
         if self.model.lost:
             return []
-        values = np.array([self._value(self._live[name]) for name in names])
-        chosen = self._cost.worth(values)
-        if not len(chosen) and self._rate > 0 and self._is_due(len(names)):
-            chosen = np.arange(len(names))
-        return [names[n] for n in chosen if values[n] > 0]
-
-    def _value(self, live: _Live) -> float:
-        """The tokens that the model should bring a request; 0 where it is not to be asked at any price."""
-        if not self._merges(live):
-            alone = self._alone.gain(live.state)
-            is_due = self._alone.is_due(live.state, _TRIED_EVERY)
-            return max(alone, _LEAST) if is_due else alone - live.expected
-        return max(self._gains.gain(live.state, live.extra, live.foreseen), _LEAST)
-
-    def _is_due(self, rows: int) -> bool:
-        """Whether it is so long since the model was asked that to ask it again costs little of the time."""
-        fixed, per_row = self._cost.cost()
-        return (self._clock() - self._asked_at) * _PROBED > fixed + per_row * rows
+        rows = [(self._live[name].standing, self._live[name].joins) for name in names]
+        return [names[n] for n in self._asking.chosen(rows, self._clock())]
 
     def _ask(self, names: list[str], budget: int) -> list[Draft]:
         if not names:
             return []
+        model = self.model.inner
+        if self.config.extend and isinstance(model, Guided):
+            model.guide(self._guided)
         started, read = self._clock(), self.model.reading_seconds()
         drafts = self.model.propose(names, budget)
         for draft in drafts:
             self._live[draft.request_id].is_asked = True
-        self._asked_at = self._clock()
-        self._cost.add(len(names), max(self._asked_at - started - (self.model.reading_seconds() - read), 0.0))
+        seconds = self._clock() - started - (self.model.reading_seconds() - read)
+        self._asking.was_asked(len(names), max(seconds, 0.0), self._clock())
         return drafts
 
     # One tree of two drafts
 
-    def _merge(
-        self, names: Sequence[str], said: Mapping[str, Draft], drawn: Mapping[str, Draft], budget: int
-    ) -> dict[str, Draft]:
-        if not names:
-            return {}
+    def _plant(self, names: Sequence[str], said: Mapping[str, Draft]) -> None:
+        """A tree for each request, with history's draft on it."""
         trees = {name: Merged() for name in names}
-        for side, drafts in ((HISTORY, said), (MODEL, drawn)):
-            present = [drafts[name] for name in names if name in drafts]
-            lay(trees, side, present, [(draft.request_id, ROOT) for draft in present])
-            if side == HISTORY:
-                for name, tree in trees.items():
-                    self._live[name].own = len(tree)
+        drafts = [said[name] for name in names if name in said]
+        lay(trees, HISTORY, drafts, [(draft.request_id, ROOT) for draft in drafts])
+        for name, tree in trees.items():
+            live = self._live[name]
+            live.merged, live.own = tree, len(tree)
+
+    def _guided(self, name: str, drafted: Sequence[int], token: int, claim: float) -> tuple[int, float] | None:
+        tree = self._live[name].merged
+        return None if tree is None else tree.guide(self._blend, drafted, token, claim)
+
+    def _merge(self, said: Mapping[str, Draft], drawn: Mapping[str, Draft], budget: int) -> dict[str, Draft]:
+        trees = {name: tree for name in drawn if (tree := self._live[name].merged) is not None}
+        if not trees:
+            return {}
+        drafts = [drawn[name] for name in trees]
+        lay(trees, MODEL, drafts, [(draft.request_id, ROOT) for draft in drafts])
         chosen = {name: tree.best(self._blend, budget) for name, tree in trees.items()}
         if self.config.graft:
             for name in self._graft(trees, {name: nodes for name, (nodes, _) in chosen.items()}, budget):
                 chosen[name] = trees[name].best(self._blend, budget)
-        drafts = {}
-        for name, (nodes, probs) in chosen.items():
-            live = self._live[name]
-            live.merged, live.chosen = trees[name], frozenset(nodes)
-            like = said.get(name) or drawn[name]
-            drafts[name] = self._draft(trees[name], nodes, probs, like)
-        return drafts
+        for name, (nodes, _) in chosen.items():
+            self._live[name].chosen = frozenset(nodes)
+        return {
+            name: self._draft(trees[name], nodes, probs, said.get(name) or drawn[name])
+            for name, (nodes, probs) in chosen.items()
+        }
 
     def _graft(self, trees: Mapping[str, Merged], chosen: Mapping[str, Sequence[int]], budget: int) -> set[str]:
         """History goes on below the chosen nodes that only the model drafts; the requests that gained by it."""
@@ -305,10 +293,7 @@ class HybridDrafter:
         for at, _ in live.merged.follow(said):
             alone += at != ROOT and at < live.own
             together += at in live.chosen
-        foreseen = self._gains.gain(live.state, live.extra, live.foreseen)
-        live.extra += together - alone
-        live.foreseen += foreseen
-        self._gains.learn(live.state, together - alone)
+        self._asking.judge(live.standing, together - alone)
 
 
 def lay(trees: Mapping[str, Merged], side: int, drafts: Sequence[Draft], places: Sequence[tuple[str, int]]) -> None:

@@ -1,5 +1,6 @@
 """Drafts of one request from history and from a model, laid on one another: equal beginnings are the same nodes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -63,6 +64,26 @@ class Blend:
         self._errors /= 2
 
 
+def opinion_of(claims: tuple[float, float], told: tuple[float | None, float | None]) -> Opinion:
+    """What is made of the two ``claims`` for a token (NaN: none) of sides that claim ``told`` in all there, or nothing.
+
+    One of them must claim something.
+    """
+    levels, rests = [0, 0], []
+    for side in (HISTORY, MODEL):
+        claim, whole = claims[side], told[side]
+        if claim == claim:
+            levels[side] = 2 + len(_REST_BOUNDS) + sum(claim >= bound for bound in _CLAIM_BOUNDS)
+        elif whole is not None:
+            rest = max(1.0 - whole, 0.0)
+            levels[side] = 1 + sum(rest >= bound for bound in _REST_BOUNDS)
+            rests.append(rest)
+    prior = max(claim for claim in claims if claim == claim)
+    if rests:
+        prior = (prior + min(prior, rests[0])) / 2
+    return Opinion(levels[0] * _LEVELS + levels[1], prior)
+
+
 class Merged:
     """A tree of nodes that either side drafted: ``tokens``, ``parents`` (``ROOT`` for the first) and ``sources``.
 
@@ -106,7 +127,7 @@ class Merged:
                 self.parents.append(above)
                 self.sources.append(source)
                 for own in self.claims:
-                    own.append(float("nan"))
+                    own.append(math.nan)
             claim = PRIOR_ACCEPTANCE if claim != claim else claim
             if self.claims[side][node] != self.claims[side][node]:
                 other = self.claims[1 - side][node]
@@ -134,20 +155,26 @@ class Merged:
 
     def opinion(self, node: int) -> Opinion:
         """What the two say of a node."""
-        levels, claims, rests = [0, 0], [], []
-        for side in (HISTORY, MODEL):
-            claim, told = self.claims[side][node], self._told[side].get(self.parents[node])
-            if claim == claim:
-                levels[side] = 2 + len(_REST_BOUNDS) + sum(claim >= bound for bound in _CLAIM_BOUNDS)
-                claims.append(claim)
-            elif told is not None:
-                rest = max(1.0 - told, 0.0)
-                levels[side] = 1 + sum(rest >= bound for bound in _REST_BOUNDS)
-                rests.append(rest)
-        prior = max(claims)
-        if rests:
-            prior = (prior + min(prior, rests[0])) / 2
-        return Opinion(levels[0] * _LEVELS + levels[1], prior)
+        claims = (self.claims[HISTORY][node], self.claims[MODEL][node])
+        above = self.parents[node]
+        return opinion_of(claims, (self._told[HISTORY].get(above), self._told[MODEL].get(above)))
+
+    def guide(self, blend: Blend, drafted: Sequence[int], token: int, claim: float) -> tuple[int, float] | None:
+        """The token of history's to go on with behind ``drafted`` where that is likelier than the model's; see
+        ``drafters.base.Guide``."""
+        at = ROOT
+        for said in drafted:
+            if said not in self.children(at):
+                return None
+            at = self.children(at)[said]
+        own = {other: self.claims[HISTORY][node] for other, node in self.children(at).items()}
+        other = max(own, key=lambda known: own[known], default=token)
+        if other == token or own[other] != own[other]:
+            return None
+        told = (self._told[HISTORY].get(at), claim)
+        likely = blend.share(opinion_of((own.get(token, math.nan), claim), told))
+        likelier = blend.share(opinion_of((own[other], math.nan), told))
+        return (other, likelier) if likelier > likely else None
 
     def best(self, blend: Blend, budget: int) -> tuple[list[int], list[float]]:
         """The at most ``budget`` most probable nodes, parents first, and the path probability of each."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from paceline.drafters.base import PolicyTraits
-from paceline.drafters.growth import Growing, Laws, Live
+from paceline.drafters.base import Guide, PolicyTraits
+from paceline.drafters.growth import Growing, Laws, Live, claim_of
 from paceline.drafters.pace import Pacer
 from paceline.drafters.reading import Reading
 from paceline.drafters.slots import Slots
@@ -69,6 +69,7 @@ class SoftDrafter(ABC, Generic[R]):
         self._clock = clock
         self._version = 0
         self._loaded: dict[str, torch.Tensor] | None = None
+        self._guide: Guide | None = None
         self._live: dict[str, R] = {}
         self._slots: Slots[R] = Slots(kv)
 
@@ -134,7 +135,9 @@ class SoftDrafter(ABC, Generic[R]):
                 laws.keep(going, batch[0].depth, law_NV)
             tokens_NC, shares_NC = self._children(batch, law_NV)
             for draft, tokens, shares in zip(batch, tokens_NC, shares_NC, strict=True):
-                draft.grow(tokens, shares, budget, is_drawn=laws is not None and draft.row.spec.params.temperature > 0)
+                is_drawn = laws is not None and draft.row.spec.params.temperature > 0
+                detour = self._detour(draft.row, tokens[0], shares[0]) if laws is None else None
+                draft.grow(tokens, shares, budget, is_drawn=is_drawn, detour=detour)
             depth, seconds = batch[0].depth, self._clock() - started
             if depth > 1:
                 self.pacer.add(len(batch), seconds)
@@ -209,7 +212,16 @@ class SoftDrafter(ABC, Generic[R]):
         """Seconds that went so far into texts that were new to the model."""
         return self._reading.seconds
 
+    def guide(self, guide: Guide) -> None:
+        """Under coupled acceptance ``guide`` may have drafts go on behind a token that another has drafted."""
+        self._guide = guide
+
     # A draft
+
+    def _detour(self, row: R, token: int, share: float) -> tuple[int, float] | None:
+        if self._guide is None or token < 0:
+            return None
+        return self._guide(row.request.request_id, row.backbone.tolist(), token, claim_of(share, 0))
 
     def _warn_of_context(self, context: int) -> None:
         """Say so where drafts will end before the policy does."""
