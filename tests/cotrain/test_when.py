@@ -96,6 +96,14 @@ def test_a_drafter_whose_own_measure_rises_while_it_accepts_nothing_more_is_trus
     assert set(why[10:]) == {"rests", "probe"}
 
 
+def test_what_comes_after_the_last_step_is_worth_nothing():
+    run = Run(lambda n: 2.0, drift=0.2)
+    run.steps(4)
+    seen = Generation(1.1, 0.0, 100 * GENERATION)
+    assert run.when.decide(4, seen, steps_left=0).why == "rests"
+    assert run.when.decide(5, seen, steps_left=1).why == "drift"
+
+
 def test_every_so_many_steps_and_never():
     every = When(CotrainConfig(when="every", every=3))
     seen = Generation(1.0, 0.0, 1.0)

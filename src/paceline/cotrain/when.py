@@ -10,8 +10,8 @@ import numpy as np
 from paceline.config import CotrainConfig
 from paceline.schema import Rollout
 
-#: Steps over which what a training adds for good is counted.
-_HORIZON = 16
+#: Steps over which what a training adds for good is counted, if the run has as many left.
+_HORIZON = 32
 #: Less than this rise of the expected tokens a pass, from training to training, is noise.
 _LEAST_GROWTH = 0.01
 #: Where nothing else asks for a training, one is made when it takes this share of the generation since the last.
@@ -106,8 +106,8 @@ class When:
         self.config = config
         self._books = _Books()
 
-    def decide(self, step: int, seen: Generation) -> Decision:
-        """Whether to train in this step, whose rollouts were generated as ``seen``."""
+    def decide(self, step: int, seen: Generation, steps_left: int = _HORIZON) -> Decision:
+        """Whether to train in this step, whose rollouts were generated as ``seen``; ``steps_left`` come after it."""
         if self.config.when == "never":
             return Decision(False, "never")
         if self.config.when == "every":
@@ -119,9 +119,11 @@ class When:
             return Decision(True, "measure", train_seconds=min(books.seconds, default=math.nan))
         drift = max(books.lost - books.lost_noise, 0.0)
         rise = books.growth - _LEAST_GROWTH
-        growth = _HORIZON * books.generation_seconds * rise if rise > 0 else 0.0
+        growth = min(_HORIZON, steps_left) * books.generation_seconds * rise if rise > 0 else 0.0
         cost = min(books.seconds)
-        if drift + growth >= books.patience * cost:
+        if not steps_left:
+            why = "rests"
+        elif drift + growth >= books.patience * cost:
             why = "drift" if drift >= growth else "growth"
         elif books.since_seconds * _PROBE_SHARE >= cost:
             why = "probe"

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
+from msgspec.structs import replace
 from torch import Tensor
 
-from paceline.config import HEADS, Config
+from paceline.config import HEADS, Config, SentinelConfig
 from paceline.cotrain.export import ExportError, stored_head, write_head
 from paceline.cotrain.taps import LEAST_RESPONSE, Collector, spread
 from paceline.cotrain.trainer import Drafting, Trainer
@@ -28,7 +29,20 @@ WEIGHTS, OPTIMISER, META = "drafter", "drafter_optimiser", "drafting"
 #: The trained drafter in the folder of a run.
 FOLDER = "drafter"
 
+_NO_GAP = 1 << 31
+
 Warn = Callable[[str, str], None]
+
+
+def sentinel(config: Config) -> SentinelConfig:
+    """The engine's, but that a drafter which is trained now and then is not stale before its time.
+
+    How long it rests where it is trained when that pays, nobody knows beforehand; canaries watch it all the same.
+    """
+    own, cotrain = config.engine.sentinel, config.cotrain
+    if not _learns(config):
+        return own
+    return replace(own, gap=max(own.gap, cotrain.every if cotrain.when == "every" else _NO_GAP))
 
 
 class DraftMetrics(TypedDict):
@@ -63,18 +77,17 @@ class Cotraining:
         self._metrics: dict[str, float] = {}
         self._seconds = math.nan
         self.trainer: Trainer | None = None
-        learns = drafts(config) and config.drafter.model_kind is not None and config.cotrain.when != "never"
-        if learns:
+        if _learns(config):
             model = _model(config, policy)
             self.trainer = Trainer(model, policy.model, config.cotrain, config.sampling.temperature)
 
     # A step, in this order
 
-    def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float) -> None:
-        """Whether this step, whose rollouts took so long, trains the drafter."""
+    def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float, steps_left: int) -> None:
+        """Whether this step, whose rollouts took so long, trains the drafter; ``steps_left`` come after it."""
         self._collector, self._metrics, self._seconds = None, {}, math.nan
         if self.trainer is not None:
-            self._decision = self._when.decide(step, Generation.of(rollouts, generation_seconds))
+            self._decision = self._when.decide(step, Generation.of(rollouts, generation_seconds), steps_left)
 
     def collecting(self, batch: Batch) -> tuple[Collector | None, list[int]]:
         """What ``Learner.update`` takes beside the batch: who collects, and which rollouts. None where none is due."""
@@ -208,6 +221,10 @@ class Cotraining:
                 self._policy.tokenizer.save_pretrained(target)
         except (ExportError, OSError) as error:
             self._warn("drafter_not_written", f"{error}; the last checkpoint holds its weights")
+
+
+def _learns(config: Config) -> bool:
+    return drafts(config) and config.drafter.model_kind is not None and config.cotrain.when != "never"
 
 
 def _model(config: Config, policy: Policy) -> Drafting:

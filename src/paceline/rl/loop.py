@@ -31,7 +31,7 @@ from paceline.report.trace import (
 )
 from paceline.rl import checkpoint, folder
 from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
-from paceline.rl.drafting import Cotraining
+from paceline.rl.drafting import Cotraining, sentinel
 from paceline.rl.engine import check, drafts, make_engine, projected_plain_seconds, resting
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
@@ -96,7 +96,8 @@ class Run:
         grammars = [grammar for grammar in (config.sampling.grammar, *own) if grammar is not None]
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
-        self.engine = make_engine(config, self.policy, out / folder.EXPORT, bool(grammars))
+        watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
+        self.engine = make_engine(watched, self.policy, out / folder.EXPORT, bool(grammars))
         self.cotraining = Cotraining(config, self.policy, self.learner, self._warn)
         self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
@@ -181,7 +182,7 @@ class Run:
             group_ids=[item.name for item in of_rollout],
             engine_logprobs=[rollout.logprobs for rollout in rollouts],
         )
-        self.cotraining.decide(step, rollouts, clock.seconds["generation"])
+        self.cotraining.decide(step, rollouts, clock.seconds["generation"], self.curriculum.steps - step - 1)
         with resting(self.engine):
             learned = self.learner.update(batch, *self.cotraining.collecting(batch))
             clock.lap("train")
