@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import vllm_models  # noqa: F401  sets vLLM's environment before anything imports it
+from paceline.drafters.heads.files import read_head
 from paceline.history.snapshot import read_snapshot
 from paceline.report.diff import diff_runs
 from paceline.report.trace import read_metrics, read_trace
@@ -94,6 +95,18 @@ def test_a_run_with_vllms_own_drafter_trains_as_well(run, policy, tmp_path):
     assert all(record.mismatch_kl < 1e-9 for record in records)
     assert all(np.isnan(record.plain_seconds_measured) for record in records), "it cannot be turned off for a request"
     assert diff_runs(out, tmp_path / "ngram").verdict in ("law only", "identical")
+
+
+def test_a_head_learns_beside_the_policy_and_drafts_in_vllm(policy, tmp_path):
+    options = ("drafter.kind=eagle3", "drafter.budget=2", "cotrain.when=every", "cotrain.updates=2", "rl.steps=2")
+    records = train(vllm_config(policy, tmp_path / "run", *options, "check.every=0"))
+    assert [record.draft_trained for record in records] == [True, True]
+    assert all(record.drafted_per_forward > 0 and record.mismatch_kl < 1e-9 for record in records)
+    assert not any(name.startswith("drafter_") or name == "weights_stale" for r in records for name in r.events)
+    assert [record.drafter_version for record in records] == [0, 1]
+    head = read_head(tmp_path / "run" / "drafter")
+    assert (head.kind, head.policy, head.version) == ("eagle3", str(policy), 2)
+    assert not (tmp_path / "run" / ".engine-model").exists()
 
 
 def test_a_stale_head_is_a_named_event(tmp_path):  # the real fault: tied_head
