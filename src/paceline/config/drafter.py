@@ -60,7 +60,7 @@ class HeadConfig(Section):
 
     ``path`` is the directory or hub id of its weights. Where it is null an ``mtp`` head is the one that the policy's
     checkpoint brings along, if it does, and any other starts as ``init`` says: ``random``, or from the ``policy``'s own
-    last layers. ``taps`` are the layers whose outputs it reads, by 0-based number (empty: the kind's own choice),
+    layers. ``taps`` are the layers whose outputs it reads, by 0-based number (empty: the kind's own choice),
     ``layers`` how many it has itself, ``vocabulary`` how many of the policy's tokens it can draft (0: all of them),
     ``block`` how many tokens a block head drafts in one pass, and ``width`` how many children a node of a draft has.
     """

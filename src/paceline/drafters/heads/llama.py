@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -41,6 +42,28 @@ def _rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
     parameters = dict(parameters.get("full_attention") or parameters)
     parameters.pop("partial_rotary_factor", None)
     return parameters or {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@torch.no_grad()
+def copy_layer(own: nn.Module, theirs: nn.Module) -> None:
+    """Take over the weights of a policy's layer where names and shapes fit; a matrix twice as wide gets its first half.
+
+    A norm takes over what the other's multiplies by, however that is stored. Queries and keys that a norm follows there
+    are left, since they have another size without it.
+    """
+    # What peft has wrapped goes by another name.
+    given = {name.replace(".base_layer.", "."): weight for name, weight in theirs.named_parameters()}
+    wanted = dict(own.named_parameters())
+    left = ("q_proj", "k_proj") if any("q_norm" in name for name in given.keys() - wanted.keys()) else ()
+    for name in wanted.keys() & given.keys():
+        weight, source, module = wanted[name], given[name], name.removesuffix(".weight")
+        if name.endswith("norm.weight"):
+            if module + ".bias" not in given:  # a norm that centres is another
+                constant = torch.full_like(source, 1e3)  # so large that the norm's epsilon is nothing
+                gain = theirs.get_submodule(module)(constant).to(weight)
+                weight.add_(gain - own.get_submodule(module)(constant.to(weight)))
+        elif not module.endswith(left) and weight.shape in (source.shape, (len(source), 2 * source.shape[-1])):
+            weight[..., : source.shape[-1]].copy_(source)
 
 
 class Rotary(nn.Module):

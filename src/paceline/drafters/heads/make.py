@@ -59,9 +59,9 @@ def choose_vocabulary(counts: npt.NDArray[np.int64] | None, size: int, policy: P
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's choice of three layers, low, middle and high; of a shallow policy its last ones, each once."""
+    """EAGLE-3's choice of three layers, low, middle and high; of a shallow policy those before its last, each once."""
     if layers < 7:
-        return tuple(range(max(layers - 3, 0), layers))
+        return tuple(range(max(layers - 4, 0), max(layers - 1, 1)))
     return 1, layers // 2 - 1, layers - 4
 
 
@@ -72,7 +72,7 @@ def _eagle3(config: HeadConfig, policy: PreTrainedModel, seed: int, counts: npt.
     head = Eagle3Head(llama_config(policy, config.layers), taps, vocabulary)
     randomise(head, derive_seed("head", seed))
     if config.init == "policy":
-        start_from_policy(head, policy)
+        head.start_from(policy)
     return head
 
 
@@ -119,11 +119,3 @@ def randomise(module: nn.Module, seed: int, std: float = 0.02) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(std))
             elif name.endswith("bias"):
                 parameter.zero_()
-
-
-def start_from_policy(head: Eagle3Head, policy: PreTrainedModel) -> None:
-    """Output matrix and norms of the policy, and its last layer's weights where they fit."""
-    ids = head.policy_ids()
-    with torch.no_grad():
-        matrix = policy.get_output_embeddings().weight
-        head.lm_head.weight.copy_(matrix if ids is None else matrix[ids.to(matrix.device)])
