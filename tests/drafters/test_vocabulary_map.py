@@ -13,10 +13,13 @@ from paceline.drafters import PolicyTraits, make_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.vocabulary_map import VocabularyError, VocabularyMap
 from paceline.engines.hf import HFEngine
+from paceline.rl.loop import train
 from paceline.sampling.keyed import block_logsumexp, keyed_sample
 from paceline.sampling.noise import signed64
-from paceline.schema import Outcome, RolloutRequest, SamplingParams, as_tokens
-from tiny_policies import BOS, EOS, VOCABULARY, byte_tokenizer, save_tiny, tiny_config
+from paceline.schema import Outcome, PacelineError, RolloutRequest, SamplingParams, as_tokens
+from tiny_policies import BOS, EOS, VOCABULARY, byte_tokenizer, save_tiny
+from tiny_policies import tiny_config as tiny_config_of
+from tiny_run import tiny_config
 
 SEED = 3
 #: Byte pairs that the draft model's tokenizer has made one, beside all bytes in another order.
@@ -51,8 +54,8 @@ def piece_tokenizer():
 
 def model_of(vocabulary, seed=0, kind="llama"):
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(tiny_config(kind).__class__(
-        **{**tiny_config(kind).to_dict(), "vocab_size": vocabulary}), dtype=torch.float64)  # fmt: skip
+    return AutoModelForCausalLM.from_config(tiny_config_of(kind).__class__(
+        **{**tiny_config_of(kind).to_dict(), "vocab_size": vocabulary}), dtype=torch.float64)  # fmt: skip
 
 
 def between(policy, draft):
@@ -244,3 +247,13 @@ def test_a_directory_with_another_tokenizer_is_mapped_and_says_so(tmp_path, capl
     )
     padded = make_drafter(config, policy=traits(tokenizer=byte_tokenizer()))
     assert run(model_of(VOCABULARY), requests(), padded)[0] == plain
+
+
+def test_a_model_with_another_tokenizer_is_not_trained_on_the_policys_tokens(tmp_path):
+    policy, other = save_tiny(tmp_path / "policy"), tmp_path / "other"
+    theirs = merged_tokenizer()
+    model_of(len(theirs), 9).save_pretrained(other)
+    theirs.save_pretrained(other)
+    own = [f"drafter.draft_model.path={other}", "drafter.kind=draft_model", "cotrain.when=every"]
+    with pytest.raises(PacelineError, match=r"has a tokenizer of its own, and is not trained; set cotrain\.when=never"):
+        train(tiny_config(policy, tmp_path / "run", *own))
