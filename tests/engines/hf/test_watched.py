@@ -6,11 +6,13 @@ import torch
 from msgspec.structs import replace
 
 from paceline.config import BudgetConfig, DraftModelConfig, EngineConfig, SentinelConfig
-from paceline.drafters import HistoryDrafter, PolicyTraits
+from paceline.drafters import ForcedDrafter, HistoryDrafter, PolicyTraits
 from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.engines.hf import HFEngine
+from paceline.engines.hf import HFEngine, WeightsError
+from paceline.sampling.grammar import Vocabulary
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
 from tiny_models import VOCABULARY, tiny
+from tiny_policies import byte_tokenizer
 
 WATCHED = SentinelConfig(gap=99)
 
@@ -210,3 +212,124 @@ def test_a_reload_brings_the_weights_back_and_the_next_drafts_use_them(saved):
     assert drafter.propose(["0/0"], 6)[0].tokens.tolist() != first.tokens.tolist()
     assert drafter.reload()
     assert drafter.propose(["0/0"], 6)[0].tokens.tolist() == first.tokens.tolist()
+
+
+# A drafter with weights of any kind
+
+
+class Learning(HistoryDrafter):
+    """Drafts what it remembers while its one weight begins with 1; a reload brings back what was loaded last."""
+
+    def __init__(self):
+        super().__init__(salt=1)
+        self.gate = torch.ones(3)
+        self.weights_version = 0
+        self.last = {"gate": torch.ones(3)}
+
+    @property
+    def weights(self):
+        return {"gate": self.gate}
+
+    def load_weights(self, version, tensors):
+        if set(tensors) != {"gate"}:
+            raise WeightsError("the set of weights lacks gate (1 missing, 0 unknown); none was loaded")
+        self.last, self.weights_version = {"gate": tensors["gate"].clone()}, version
+        self.gate.copy_(tensors["gate"])
+
+    def reload(self):
+        self.gate.copy_(self.last["gate"])
+        return True
+
+    def propose(self, request_ids, budget):
+        return super().propose(request_ids, budget) if self.gate[0] == 1 else []
+
+
+def test_weights_of_a_drafter_are_loaded_by_name_and_are_no_fault():
+    drafter = Learning()
+    engine = engine_of(ForcedDrafter(drafter, Vocabulary(byte_tokenizer())), replace(WATCHED, gap=0))
+    engine.generate(requests("0"))
+    for version in (1, 2):
+        engine.load_drafter_weights(version, {"gate": torch.tensor([1.0, version, 0.0])})
+        engine.load_weights(version, moved(version))
+    assert drafter.gate.tolist() == [1.0, 2.0, 0.0]
+    stats = engine.stats()
+    assert (stats.weight_version, stats.drafter_version, stats.events) == (2, 2, {})
+    assert stats.canary_acceptance > 0.4
+    with pytest.raises(WeightsError, match="lacks gate"):
+        engine.load_drafter_weights(3, {})
+    assert engine.stats().drafter_version == 2
+    with pytest.raises(WeightsError, match="no model drafts"):
+        engine_of(HistoryDrafter()).load_drafter_weights(1, {})
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.load_drafter_weights(3, {"gate": torch.ones(3)})
+
+
+def test_a_learned_drafter_whose_weights_were_lost_gets_back_what_it_was_given_last():  # field G1
+    drafter = Learning()
+    engine = engine_of(drafter, replace(WATCHED, checksums=False))
+    engine.generate(requests("0"))
+    engine.load_drafter_weights(1, {"gate": torch.tensor([1.0, 5.0, 5.0])})
+    engine.load_weights(1, moved(1))
+    healthy = engine.stats().canary_acceptance
+    drafter.gate.zero_()
+    engine.load_weights(2, moved(2))
+    assert engine.stats().events == {"drafter_lost": 1, "drafter_reloaded": 1}
+    assert drafter.gate.tolist() == [1.0, 5.0, 5.0]
+    assert engine.stats().canary_acceptance > healthy / 2 > 0
+    drafted = engine.stats().tokens_drafted
+    engine.generate(requests("1"))
+    assert engine.stats().tokens_drafted > drafted
+
+
+def test_a_refit_that_overwrites_a_learned_drafter_is_told_by_the_name_of_the_weight(caplog):  # field G2
+    drafter = Learning()
+    engine = engine_of(drafter, replace(WATCHED, canaries=0))
+    engine.generate(requests("0"))
+    load = engine._runner.load_weights
+    engine._runner.load_weights = lambda tensors, expected: (load(tensors, expected), drafter.gate.add_(1e-7))
+    engine.load_weights(1, moved(1))
+    assert engine.stats().events == {"drafter_overwritten": 1, "drafter_reloaded": 1}
+    assert "drafter_overwritten: gate of the drafter changed" in caplog.text
+    assert drafter.gate.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_learned_drafter_that_is_not_trained_on_is_stale_until_it_is():  # field G5
+    drafter = Learning()
+    engine = engine_of(drafter, replace(WATCHED, gap=1, canaries=0))
+    for version in (1, 2):
+        engine.load_weights(version, moved(version))
+    assert engine.stats().events == {"drafter_stale": 1, "drafter_reloaded": 1}
+    engine.load_drafter_weights(2, {"gate": torch.ones(3)})
+    engine.load_weights(3, moved(3))
+    engine.load_weights(4, moved(4))
+    stats = engine.stats()
+    assert (stats.events["drafter_stale"], stats.weight_version, stats.drafter_version) == (2, 4, 2)
+
+
+def test_new_weights_of_a_draft_model_in_the_middle_of_requests_change_what_it_drafts_and_no_token(saved):
+    def run(drafter, at=None):
+        engine = engine_of(drafter)
+        engine.submit(requests("0"))
+        accepted, done = [], []
+        while engine.busy:
+            if len(accepted) == at:
+                engine.load_drafter_weights(1, dict(tiny().named_parameters()))
+            before = engine.stats().tokens_accepted
+            done += engine.step()
+            accepted.append(engine.stats().tokens_accepted - before)
+        return {r.request_id: r.tokens.tolist() for r in done}, accepted, engine
+
+    plain, _, _ = run(None)
+    drafter = DraftModelDrafter(tiny(seed=9), PolicyTraits(vocabulary_size=VOCABULARY, run_seed=0))
+    tokens, accepted, engine = run(drafter, at=2)
+    assert tokens == plain
+    assert sum(accepted[2:4]) > 3 * sum(accepted[:2])
+    assert engine.stats().drafter_version == 1
+    with torch.no_grad():
+        drafter.model.lm_head.weight.zero_()
+    assert drafter.reload()
+    assert torch.equal(drafter.model.lm_head.weight, tiny().lm_head.weight)
+    with pytest.raises(WeightsError, match=r"lacks lm_head\.weight"):
+        engine.load_drafter_weights(2, {k: v for k, v in drafter.weights.items() if k != "lm_head.weight"})
+    assert engine.stats().drafter_version == 1
