@@ -139,13 +139,16 @@ class Policy:
 
     def traits(self, config: Config) -> PolicyTraits:
         """What a model that drafts for this policy in a run of ``config`` must know."""
+        text = self.model.config.get_text_config()
+        limits = (config.engine.context, getattr(text, "max_position_embeddings", 0))
         return PolicyTraits(
-            vocabulary_size=int(self.model.config.get_text_config().vocab_size),
+            vocabulary_size=int(text.vocab_size),
             run_seed=config.seed,
             eos_ids=self.eos_ids,
             acceptance=config.engine.acceptance,
             device=str(self.device),
             tokenizer=self.tokenizer,
+            context=min((limit for limit in limits if limit), default=0),
         )
 
     def state(self) -> dict[str, Tensor]:
