@@ -86,8 +86,8 @@ def test_what_a_drafter_reads_is_told_from_what_it_drafts_in(monkeypatch, is_for
     assert [plan.reading_seconds for plan in asked if plan.reading_seconds] == [2 * READING] * 2
     assert all(plan.propose_seconds == plan.reading_seconds + DRAFTING for plan in asked)
     assert all(0 < plan.ahead <= 20 for plan in asked if plan.reading_seconds)
-    # Two plain passes to compare with, then drafts for good, though the first of them took sixteen passes.
-    assert [plan.kind for plan in plans[:8]] == ["plain"] * 2 + ["draft"] * 6
+    # The pass that fills the prompts, two plain ones to compare with, then drafts, though reading took sixteen passes.
+    assert [plan.kind for plan in plans[:9]] == ["plain"] * 3 + ["draft"] * 6
     assert engine.stats().passes_plain <= 5
 
 
