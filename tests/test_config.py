@@ -245,6 +245,12 @@ def test_settings_that_contradict_each_other_are_refused_in_one_line(override, m
     assert refusal(None, override).startswith(f"the override {override}: {message}")
 
 
+@pytest.mark.parametrize("kind", ["block", "hybrid"])
+def test_what_vllm_cannot_draft_with_is_refused_before_it_starts(kind):
+    message = refusal(None, "engine.kind=vllm", f"drafter.kind={kind}")
+    assert f"drafter.kind: '{kind}' must be eagle3, mtp or history where engine.kind is vllm, or set hf" in message
+
+
 # Bad files
 
 

@@ -57,6 +57,7 @@ FROZEN = {
     "cache prune": ["snapshot", "--out", "--window", "--max-tokens", "--older-than", "--json"],
     "cache export": ["snapshot", "--tokenizer", "--json"],
     "cache merge": ["snapshots", "--out", "--json"],
+    "draft export": ["run_or_head", "--out", "--format", "--taps", "--policy", "--tokens", "--json"],
 }
 
 

@@ -17,7 +17,7 @@ def root() -> None:
 
 @draft.command()
 def export(
-    source: Annotated[
+    run_or_head: Annotated[
         str,
         typer.Argument(
             metavar="RUN_OR_HEAD",
@@ -56,7 +56,7 @@ def export(
         from paceline.cotrain.export import write_head
         from paceline.rl.heads import find_head
 
-        found = find_head(source, _layers(taps))
+        found = find_head(run_or_head, _layers(taps))
         if policy is not None:
             found = replace(found, policy=policy)
         path = write_head(found, out, format, tokens)

@@ -95,6 +95,9 @@ def test_suffix_needs_its_package(monkeypatch):
     ("drafter", "vllm", "reason"),
     [
         (DrafterConfig(kind="forced"), {}, r"drafter.kind=forced: .* set drafter.kind=none"),
+        (DrafterConfig(kind="block"), {}, r"drafter.kind=block: .* set drafter.kind=eagle3, or engine.kind=hf"),
+        (DrafterConfig(kind="hybrid"), {}, r"drafter.kind=hybrid: vLLM runs none of paceline's"),
+        (DrafterConfig(kind="eagle3"), {}, r"vLLM loads the head from files; set drafter.head.path"),
         (DrafterConfig(kind="none"), {"speculative": {"prompt_lookup_max": 4}}, "sets prompt_lookup_max, but nothing"),
         (DrafterConfig(kind="ngram"), {"speculative": {"method": "suffix"}}, "method='suffix' contradicts drafter"),
         (DrafterConfig(kind="none"), {"options": {"max_num_seqs": 3}}, "max_num_seqs=3 contradicts 32: use engine"),
