@@ -73,7 +73,7 @@ def test_loss_and_gradients_are_those_of_a_dense_implementation(architecture):
     expected, count, overlap = dense(head, policy, documents)
     assert objective.count(documents) == pytest.approx(count, rel=1e-14)
     loss, sums = objective.loss(documents, denominator=count)
-    assert abs(float(loss - expected / count)) < 1e-12
+    assert abs((loss - expected / count).item()) < 1e-12
     assert sums["overlap_1"] == pytest.approx(overlap, abs=1e-11)
     ours, theirs = gradients(head, loss), gradients(head, expected / count)
     for name, grad in theirs.items():
@@ -89,7 +89,7 @@ def test_packed_documents_and_micro_batches_sum_to_the_same_and_blocks_do_not_se
     packed, sums = objective.loss(documents, denominator=count)
     whole = gradients(head, packed)
     parts = [objective.loss([document], denominator=count) for document in reversed(documents)]
-    assert abs(float(packed - sum(loss for loss, _ in parts))) < 1e-13
+    assert abs((packed - sum(loss for loss, _ in parts)).item()) < 1e-13
     apart = gradients(head, sum(loss for loss, _ in parts))
     assert all((whole[name] - apart[name]).abs().max() < 1e-13 for name in whole)
     for name, value in sums.items():
@@ -103,7 +103,7 @@ def test_single_precision_is_near_the_dense_implementation():
     documents = documents_of(tiny())
     expected, count, _ = dense(exact, tiny(), documents)
     loss, _ = objective_of(head, policy).loss(documents, denominator=count)
-    assert abs(float(loss - expected / count)) < 1e-5
+    assert abs((loss - expected / count).item()) < 1e-5
 
 
 def test_the_policy_gets_no_gradient_from_the_drafters_loss():  # field K1
@@ -126,11 +126,11 @@ def test_a_mask_is_taught_the_law_of_its_own_token_and_not_of_the_next():  # fie
     head, (document,) = head_of(policy), documents_of(policy, ((3, 30),))
     objective = objective_of(head, policy)
     count = objective.count([document])
-    right = float(objective.loss([document], denominator=count)[0])
+    right = objective.loss([document], denominator=count)[0].item()
     shifted = Document(document.tokens, 3, document.states_PS, document.final_PH.roll(-1, 0))
     expected, _, _ = dense(head, policy, [document])
-    assert right == pytest.approx(float(expected / count), abs=1e-12)
-    assert abs(float(objective.loss([shifted], denominator=count)[0]) - right) > 1e-3
+    assert right == pytest.approx((expected / count).item(), abs=1e-12)
+    assert abs(objective.loss([shifted], denominator=count)[0].item() - right) > 1e-3
 
 
 def test_anchors_are_drawn_from_the_response_by_the_document_and_the_update_alone():

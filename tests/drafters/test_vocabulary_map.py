@@ -190,7 +190,7 @@ def test_the_policy_itself_under_other_ids_is_accepted_fully(acceptance):
 @pytest.mark.parametrize("width", [1, 3])
 def test_tokens_are_those_without_drafts_whatever_the_other_vocabulary(width):  # field I2, E1
     for theirs in (merged_tokenizer(drop=("x", "y")), piece_tokenizer()):
-        for params in ({}, {"temperature": 0.0}, {"top_k": 5, "repetition_penalty": 1.3, "temperature": 0.8}):
+        for params in ({"temperature": 0.0}, {"top_k": 5, "repetition_penalty": 1.3, "temperature": 0.8}):
             drafter = DraftModelDrafter(
                 model_of(len(theirs), 9), traits(), vocabulary=between(byte_tokenizer(), theirs), width=width
             )
