@@ -195,6 +195,13 @@ def test_a_head_that_sglang_cannot_run_is_not_written_for_it(policy, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_taps_that_an_engine_would_sort_or_count_otherwise_are_not_written(policy, tmp_path):
+    _, folder = written(policy, tmp_path / "head", taps=(0, 2, 3))
+    for taps, said in (((2, 0, 3), "in rising order, each once"), ((0, 2), "fc.weight reads 3 of them")):
+        with pytest.raises(ExportError, match=said):
+            write_head(read_head(folder, taps=taps), tmp_path / "other")
+
+
 def test_a_head_replaces_a_head_and_nothing_else(policy, tmp_path):
     _, folder = written(policy, tmp_path / "head")
     made, _ = written(policy, folder, vocabulary=12)

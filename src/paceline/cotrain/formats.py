@@ -1,6 +1,7 @@
 """What each engine's files say of a head: their configuration, their tensors, and the words for people beside them."""
 
 import io
+import itertools
 from importlib.metadata import version
 from typing import Any
 
@@ -45,7 +46,9 @@ def parts(stored: Stored, format: Format, tokens: int) -> tuple[dict[str, Any], 
         config = {"architectures": ["MtpHead"], "model_type": stored.config.model_type}
         return config, stored.tensors, {}
     if stored.kind == "block":
+        _check_taps(stored)
         return _dflash(stored), stored.tensors, {MASK_FILE: _mask(stored)}
+    _check_taps(stored)
     if format == "speculators":
         tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in stored.tensors.items()}
         return _speculators(stored, tokens), tensors, {}
@@ -76,6 +79,15 @@ def readme(stored: Stored, format: Format) -> str:  # noqa: A002
         lines.append(f"It drafts {drafted} of the policy's {vocabulary} tokens.")
     lines.append("Embeddings are the policy's and not in the files.")
     return "\n".join(lines) + "\n"
+
+
+def _check_taps(stored: Stored) -> None:
+    """vLLM sorts the taps and drops what is named twice, and counts the rest as it was."""
+    taps, width = stored.taps or (), stored.tensors["fc.weight"].shape[1]
+    if any(a >= b for a, b in itertools.pairwise(taps)):
+        raise ExportError(f"taps {list(taps)}: engines take them in rising order, each once; train another head")
+    if width != len(taps) * stored.config.hidden_size:
+        raise ExportError(f"taps {list(taps)}: the head's fc.weight reads {width // stored.config.hidden_size} of them")
 
 
 def _check_sglang(stored: Stored) -> None:
