@@ -225,6 +225,45 @@ def test_with_kept_keys_and_values_the_states_are_kept_as_well(plain):
     assert len(starts) == len(set(starts)) == 8
 
 
+class Learned(Witness):
+    """Has weights, and knows nothing of any request once they move."""
+
+    weights_version = 0
+    weights = {}  # noqa: RUF012
+
+    def load_weights(self, version, tensors):
+        self.weights_version = version
+        self.states.clear()
+        self.given.clear()
+
+    def reload(self):
+        self.load_weights(self.weights_version, {})
+        return True
+
+
+@pytest.mark.parametrize("how", ["load", "reload"])
+def test_where_its_weights_move_in_the_middle_of_requests_it_sees_their_states_once_more(plain, how):
+    drafter = Learned(mixed_trees(plain, 3, VOCABULARY))
+    engine = engine_of(drafter, refit_kv="keep")
+    engine.submit(requests(8))
+    for _ in range(3):
+        engine.step()
+    assert {start for _, start, _ in drafter.given} > {0}
+    held = {row.request_id: row.cached for row in engine._queue.running}
+    if how == "load":
+        engine.load_drafter_weights(1, {})
+    else:
+        engine.load_weights(2, dict(tiny().named_parameters()))
+        assert engine.stats().events == {"drafter_stale": 1, "drafter_reloaded": 1}
+    done = engine.step() + engine.step()
+    first = {name: count for name, start, count in drafter.given if start == 0}
+    assert first.keys() == held.keys()
+    assert all(count >= held[name] for name, count in first.items())
+    while engine.busy:
+        done += engine.step()
+    assert sorted(tuple(r.tokens) for r in done) == sorted(tuple(r.tokens) for r in plain)
+
+
 class Renewed(Witness):
     """Breaks once, and has another to take its place."""
 

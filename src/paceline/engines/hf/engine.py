@@ -86,13 +86,13 @@ class HFEngine:
         #: What drafts, guarded: whatever it raises is an event, and the engine goes on without.
         self.drafter = None if drafter is None else GuardedDrafter(drafter, partial(_tell, self._stats))
         self._queue = Queue(self.config, self._runner.kv, self._stats)
-        observed = Observed(self._runner, self._queue)
+        self._observed = Observed(self._runner, self._queue)
         self.controller = BudgetController(budget_config or BudgetConfig(), self.table, self._stats)
         self._scheduler = Scheduler(
             self._queue,
             self.controller,
             self._stats,
-            observed,
+            self._observed,
             budget=budget,
             context=self.context,
             vocabulary=self._runner.vocabulary,
@@ -100,11 +100,11 @@ class HFEngine:
         )
         self.is_drafting = True
         watched = self.config.sentinel if drafter is not None else replace(self.config.sentinel, canaries=0)
-        self.sentinel = Sentinel(watched, Watch(self, model), partial(_tell, self._stats))
+        self.sentinel = Sentinel(watched, Watch(self, model, self._observed), partial(_tell, self._stats))
         self._done: list[Rollout] = []
         self._closed = False
         if self.drafter is not None:
-            observed.attach(self.drafter)
+            self._observed.attach(self.drafter)
             self.drafter.on_weights(0)  # it may come from another engine, whose weights had moved on
 
     @classmethod
@@ -242,6 +242,7 @@ class HFEngine:
         if learned is None:
             raise WeightsError("no model drafts, so there is none to load weights into; set drafter.kind")
         learned.load_weights(version, tensors)
+        self._observed.again()
         self._queue.show_again()
         self.controller.refit()
         self.sentinel.drafter_moved()

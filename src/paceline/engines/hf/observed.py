@@ -49,3 +49,8 @@ class Observed:
         )
         for row in new:
             row.seen = row.cached
+
+    def again(self) -> None:
+        """Give all states once more: the weights that read them have moved."""
+        for row in self._queue.rows():
+            row.seen = 0

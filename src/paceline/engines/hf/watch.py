@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.drafters import history_of, learned_of
+from paceline.engines.hf.observed import Observed
 from paceline.engines.intake import RequestError
 from paceline.engines.sentinel import Part
 from paceline.forward.checksum import checksums
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 class Watch:
     """Implements ``engines.sentinel.Watched`` for an engine that runs ``policy``."""
 
-    def __init__(self, engine: "HFEngine", policy: torch.nn.Module) -> None:
+    def __init__(self, engine: "HFEngine", policy: torch.nn.Module, observed: Observed) -> None:
         # The engine holds this; a weak reference back lets it go with all it has when nobody else holds it.
         self._engine: HFEngine = weakref.proxy(engine)
         self._policy = policy
+        self._observed = observed
 
     def checksums(self, part: Part) -> Mapping[str, int]:
         """Of the policy's parameters and buffers, or of those of the model that drafts."""
