@@ -1,6 +1,7 @@
 """A head trained for a moment on what a tiny policy says, so that engines accept well above chance."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from paceline.config import CotrainConfig, HeadConfig
 from paceline.cotrain.documents import Document
 from paceline.cotrain.trainer import Trainer
-from paceline.drafters.heads import Head, make_head
+from paceline.drafters.heads import Head, HeadKind, make_head
 from paceline.forward.taps import FINAL, Taps
 from paceline.schema import Rollout
 
@@ -31,11 +32,11 @@ def documents(policy: PreTrainedModel, head: Head, rollouts: Sequence[Rollout]) 
 
 
 def trained_head(
-    policy: PreTrainedModel, rollouts: Sequence[Rollout], *, updates: int = 30, vocabulary: int = 0
+    policy: PreTrainedModel, rollouts: Sequence[Rollout], kind: HeadKind = "eagle3", *, updates: int = 30, **config: Any
 ) -> Head:
-    """An EAGLE-3 head after so many updates on all of the rollouts."""
+    """A head of ``kind`` and ``config`` after so many updates on all of the rollouts."""
     counts = np.bincount(np.concatenate([rollout.tokens for rollout in rollouts]), minlength=policy.config.vocab_size)
-    head = make_head("eagle3", HeadConfig(vocabulary=vocabulary), policy, seed=1, counts=counts)
+    head = make_head(kind, HeadConfig(**config), policy, seed=1, counts=counts)
     trainer = Trainer(head, policy, CotrainConfig(lr=3e-3, passes=2), temperature=1.0)
     learnt = documents(policy, head, rollouts)
     for _ in range(updates):

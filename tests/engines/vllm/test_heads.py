@@ -7,9 +7,10 @@ pytest.importorskip("vllm")
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from vllm import SamplingParams as VllmSampling
 
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig, HeadConfig, VllmConfig
-from paceline.cotrain.export import stored_head, write_head
+from paceline.cotrain.export import join_mtp, stored_head, write_head
 from paceline.drafters import make_drafter
 from paceline.drafters.base import PolicyTraits
 from paceline.engines.hf import HFEngine
@@ -17,6 +18,7 @@ from paceline.engines.vllm import workarounds
 from paceline.forward.runner import WeightsError
 from trained_heads import trained_head
 from vllm_engines import VOCABULARY, requests, running, save_tiny
+from vllm_models import started
 
 pytestmark = pytest.mark.vllm
 
@@ -51,16 +53,18 @@ def heads(model, rollouts):
     return trained_head(policy, rollouts), trained_head(policy, rollouts, updates=0)
 
 
-def drafting(path):
-    return DrafterConfig(kind="eagle3", budget=DEPTH, head=HeadConfig(path=str(path)))
+def drafting(path, kind="eagle3"):
+    return DrafterConfig(
+        kind=kind, budget=DEPTH, head=HeadConfig(path=None if path is None else str(path), block=DEPTH)
+    )
 
 
-def reference(model, path, acceptance):
+def reference(model, path, acceptance="coupled", kind="eagle3"):
     """The reference engine with the head at ``path``."""
     return HFEngine(
         load(model),
         drafter=make_drafter(
-            drafting(path), policy=PolicyTraits(vocabulary_size=VOCABULARY, run_seed=0, acceptance=acceptance)
+            drafting(path, kind), policy=PolicyTraits(vocabulary_size=VOCABULARY, run_seed=0, acceptance=acceptance)
         ),
         budget=DEPTH,
         budget_config=BudgetConfig(mode="fixed"),
@@ -119,7 +123,7 @@ def halves(weight, heads=2):
 def test_acceptance_in_vllm_is_the_reference_engine_s(model, heads, tmp_path):  # field K6, G2, G6
     trained, stale = heads
     path = write_head(stored_head(trained, policy="tiny", version=1), tmp_path / "trained")
-    wanted = reference(model, path, "coupled").generate(greedy("ours"))
+    wanted = reference(model, path).generate(greedy("ours"))
     wanted_law = kept(reference(model, path, "rejection").generate(sampled("ours")))
     assert kept(wanted)[:, 0].mean() > 0.2
 
@@ -170,7 +174,7 @@ def test_a_head_of_a_part_of_the_vocabulary_drafts_alike(model, rollouts, tmp_pa
     head = trained_head(load(model), rollouts, updates=10, vocabulary=48)
     assert head.d2t.any()
     path = write_head(stored_head(head, policy=str(model), version=1), tmp_path / "head", "speculators")
-    wanted = reference(model, path, "coupled").generate(greedy("ours"))
+    wanted = reference(model, path).generate(greedy("ours"))
     with running(model, drafting(path), slots=16) as engine:
         assert unlike(wanted, engine.generate(greedy("theirs"))) < 0.01
         # Another part of it, then the first again.
@@ -179,3 +183,49 @@ def test_a_head_of_a_part_of_the_vocabulary_drafts_alike(model, rollouts, tmp_pa
         assert unlike(wanted, engine.generate(greedy("others"))) > 0.05
         engine.load_drafter_weights(3, weights)
         assert unlike(wanted, engine.generate(greedy("again"))) < 0.01
+
+
+def test_a_multi_token_head_among_the_policy_s_weights_drafts_alike(model, rollouts, tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    # A Qwen2 of the Llama's weights: vLLM reads such a head from it as from a MiMo.
+    shape = {
+        name: value
+        for name, value in load(model).config.to_dict().items()
+        if name not in ("architectures", "model_type")
+    }
+    policy = Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
+    policy.load_state_dict(load(model).state_dict(), strict=False)
+    policy.save_pretrained(tmp_path / "qwen2")
+    head = trained_head(policy, rollouts, "mtp", updates=15)
+    path = write_head(stored_head(head, policy="tiny", version=1), tmp_path / "head")
+    wanted = reference(tmp_path / "qwen2", path, kind="mtp").generate(greedy("ours"))
+    assert kept(wanted)[:, 0].mean() > 0.2
+    join_mtp(head, tmp_path / "qwen2")
+    with running(tmp_path / "qwen2", drafting(None, "mtp"), slots=16) as engine:
+        assert unlike(wanted, engine.generate(greedy("theirs"))) < 0.02
+        weights = head.checkpoint()
+        engine.load_drafter_weights(1, {name: -tensor for name, tensor in weights.items()})
+        assert unlike(wanted, engine.generate(greedy("moved"))) > 0.05
+        engine.load_drafter_weights(2, weights)
+        assert unlike(wanted, engine.generate(greedy("again"))) < 0.02
+        with pytest.raises(WeightsError, match=r"lm_head\.weight is the policy's own"):
+            engine.load_drafter_weights(3, {"lm_head.weight": policy.lm_head.weight})
+
+
+def test_a_block_head_drafts_alike_as_dflash(model, tmp_path):
+    said = HFEngine(load(model), config=EngineConfig(slots=16)).generate(greedy("said"))
+    head = trained_head(load(model), said, "block", updates=40, block=DEPTH)
+    path = write_head(stored_head(head, policy="tiny", version=1), tmp_path / "head")
+    engine = reference(model, path, kind="block")
+    wanted = engine.generate(greedy("ours"))
+    passes = engine.stats().row_forwards - len(wanted)  # the first of each fills in its prompt
+    assert kept(wanted)[:, 0].mean() > 0.2
+    settings = {"method": "dflash", "model": str(path), "num_speculative_tokens": DEPTH}
+    with started(model, speculative_config=settings) as llm:
+        prompts = [{"prompt_token_ids": request.prompt.tolist()} for request in greedy("theirs")]
+        asked = VllmSampling(temperature=0, max_tokens=LENGTH, detokenize=False, ignore_eos=True)
+        found = llm.generate(prompts, asked, use_tqdm=False)
+        counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    assert [list(one.outputs[0].token_ids) for one in found] == [rollout.tokens.tolist() for rollout in wanted]
+    assert abs(counts["vllm:spec_decode_num_drafts"] - passes) <= 0.02 * passes
