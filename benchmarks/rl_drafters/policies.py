@@ -13,22 +13,26 @@ import argparse
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from paceline.config import EngineConfig
+from paceline.engines.hf import HFEngine
 from paceline.forward.pretrained import load_pretrained
-from paceline.rl.pretrain import BOS, EOS, PAD, Pair, make_tokenizer, mean_reward, save, seeded, train
+from paceline.rl.pretrain import BOS, EOS, PAD, Pair, make_tokenizer, save, seeded, train
+from paceline.rl.tasks.base import Split
 from paceline.rl.tasks.chinook import database, schema_sql
 from paceline.rl.tasks.chinook_questions import Question, questions
 from paceline.rl.tasks.data import cache_dir
 from paceline.rl.tasks.split import split_of
 from paceline.rl.tasks.sql_phrasing import plan_phrasing, sql_phrasing
 from paceline.rl.tasks.text_to_sql import TextToSql, phrase
+from paceline.schema import RolloutRequest, SamplingParams
 
 VOCABULARY, CONTEXT = 1024, 256
 POLICIES = ("zero", "think")
@@ -47,10 +51,10 @@ class Size:
     layers: int
     pretraining_steps: int
     sft_steps: int
-    rows: int = 16
+    rows: int = 8
 
 
-FULL = Size("full", width=192, layers=16, pretraining_steps=800, sft_steps=250)
+FULL = Size("full", width=192, layers=16, pretraining_steps=900, sft_steps=200)
 QUICK = Size("quick", width=64, layers=4, pretraining_steps=60, sft_steps=60)
 
 
@@ -226,6 +230,27 @@ def load(home: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     )
 
 
+def judge(home: Path, task: TextToSql, split: Split, temperature: float) -> float:
+    """The mean reward of four answers to each prompt of a split, or of the greedy one."""
+    model, tokenizer = load(home)
+    engine = HFEngine(model, config=EngineConfig(slots=64), eos_ids=(EOS,), decode=partial(decoded, tokenizer))
+    params = SamplingParams(temperature=temperature, max_tokens=112, n=4 if temperature else 1)
+    prompts = task.prompts(split)
+    requests = [
+        RolloutRequest(request_id=str(place), prompt=tokenizer(prompt.text)["input_ids"], params=params)
+        for place, prompt in enumerate(prompts)
+    ]
+    rollouts = engine.generate(requests)
+    engine.close()
+    rewards = [task.reward(prompts[at // params.n], rollout.text or "") for at, rollout in enumerate(rollouts)]
+    return sum(rewards) / len(rewards)
+
+
+def decoded(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
+    """The text of an answer."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
 def main() -> None:
     """Make both policies and judge them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -236,10 +261,10 @@ def main() -> None:
     task = TextToSql(train_prompts=48, eval_prompts=48)
     for name in POLICIES:
         home = make(name, size)
-        model, tokenizer = load(home)
         for split in ("train", "eval"):
-            rewards = [mean_reward(model, tokenizer, task, task.prompts(split), samples) for samples in (8, 1)]
-            print(f"{name}, {split}: mean reward {rewards[0]:.3f} at temperature 1, {rewards[1]:.3f} greedy")
+            sampled, greedy = (judge(home, task, split, temperature) for temperature in (1.0, 0.0))
+            print(f"{name}, {split}: mean reward {sampled:.3f} at temperature 1, {greedy:.3f} greedy")
+        model, _ = load(home)
         print(f"{model.num_parameters():,} parameters in {home}; {time.process_time():.0f} CPU-seconds", flush=True)
 
 
