@@ -75,3 +75,28 @@ def test_what_cannot_be_exported_is_one_line(run, tmp_path):
         assert said in done.stderr
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "head").exists()
+
+
+def test_a_head_is_trained_before_the_run_and_its_numbers_are_written(run, tmp_path):
+    _, _, policy = run
+    config = tmp_path / "run.yaml"
+    config.write_text(dump_config(tiny_config(policy, tmp_path / "run", "drafter.kind=eagle3", "drafter.budget=3")))
+    small = ("--prompts", 4, "--samples", 2, "--epochs", 2, "--batch", 4)
+    done = invoke("train", config, "cotrain.passes=2", *small, "--json", tmp_path / "r.json")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["drafter"] == f"{tmp_path}/run-drafter/drafter"
+    assert [mark["epoch"] for mark in result["marks"]] == [0, 1, 2]
+    assert f"{result['marks'][-1]['held_out']['overlap_2']:.3f}" in done.output
+    assert read_head(result["drafter"]).kind == "eagle3"
+    again = invoke("train", config, *small)
+    assert again.exit_code == 2
+    assert "is used already" in again.output
+
+
+def test_a_drafter_without_a_model_is_not_trained(run, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(dump_config(tiny_config(run[2], tmp_path / "run", "drafter.kind=history")))
+    done = invoke("train", config)
+    assert done.exit_code == 2
+    assert done.output.strip().splitlines()[-1].startswith("error: drafter.kind=history has no model")

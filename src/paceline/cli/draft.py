@@ -1,18 +1,86 @@
-"""``paceline draft``: heads that draft, as files for vLLM, SGLang and speculators."""
+"""``paceline draft``: models that draft, trained before a run, and as files for vLLM, SGLang and speculators."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.rl.schooling import SchoolingResult
 
 draft = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @draft.callback()
 def root() -> None:
-    """Train heads that draft, and hand them to engines; docs/drafter-export.md has the formats."""
+    """Train models that draft, and hand heads to engines; docs/drafter-export.md has the formats."""
+
+
+@draft.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Folder of the training [default: OUT-drafter].")
+    ] = None,
+    rollouts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Learn from these: the folder of a run, or a rollouts.jsonl. May be given several times. "
+            "Without it the policy answers prompts that the run does not use.",
+            show_default=False,
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(metavar="N", min=2, help="Prompts that the policy answers.")] = 128,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Answers to each.")] = 4,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="How often each rollout is read.")] = 4,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Rollouts per update.")] = 16,
+    held_out: Annotated[float, typer.Option(metavar="SHARE", help="Prompts that judge and teach nothing.")] = 0.1,
+    schedule: Annotated[
+        Literal["constant", "cosine"], typer.Option(help="Of the learning rate, cotrain.lr.")
+    ] = "cosine",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a training in the folder.")] = False,
+    json_path: JsonPath = None,
+) -> None:
+    """Train the model that CONFIG drafts with, before the run.
+
+    The result is a drafter.head.path (or drafter.draft_model.path) to start from."""
+    with one_line_errors():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from paceline.config import ConfigError, load_config
+        from paceline.rl.schooling import Schooling, school
+
+        if not 0 < held_out < 1:
+            raise ConfigError(f"--held-out {held_out}: must be between 0 and 1, both excluded")
+        effective = load_config(config, overrides or [])
+        folder = Path(f"{effective.out}-drafter" if out is None else out).expanduser()
+        schooling = Schooling(tuple(rollouts or ()), prompts, samples, epochs, batch, held_out, schedule)
+        columns = (TextColumn("loss {task.fields[loss]:.3f}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("updates", total=None, loss=float("nan"))
+            result = school(
+                effective,
+                schooling,
+                folder,
+                resume=resume,
+                overwrite=overwrite,
+                progress=lambda done, total, loss: bar.update(task, completed=done, total=total, loss=loss),
+                tell=print,
+            )
+        Console().print(_marks(result))
+        print(
+            f"{result.drafter}: {result.kind}, {result.updates} updates on {result.rollouts} rollouts "
+            f"({result.tokens} tokens), {result.seconds:.0f} s"
+        )
+        write_json(json_path, result)
 
 
 @draft.command()
@@ -84,3 +152,21 @@ def _layers(text: str | None) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise PacelineError(f"--taps {text}: give numbers of layers, as in 1,15,28") from None
+
+
+def _marks(result: "SchoolingResult") -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    last = result.marks[-1].held_out
+    passes = sorted(int(name.rpartition("_")[2]) for name in last if name.startswith("overlap_"))
+    table = Table(box=box.SIMPLE_HEAD, caption=f"held out: {result.held_out} rollouts of other prompts")
+    for name in ("epoch", "loss", "held out", *(f"overlap {number}" for number in passes), "tokens per forward"):
+        table.add_column(name, justify="right")
+    for mark in result.marks:
+        taught = f"{mark.train['loss']:.3f}" if mark.train else "-"
+        overlaps = [f"{mark.held_out[f'overlap_{number}']:.3f}" for number in passes]
+        table.add_row(
+            str(mark.epoch), taught, f"{mark.held_out['loss']:.3f}", *overlaps, f"{mark.held_out['expected']:.2f}"
+        )
+    return table

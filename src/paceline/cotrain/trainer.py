@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from paceline.forward.runner import copy_weights
 Drafting = Head | PreTrainedModel
 
 _OF_PASS = re.compile(r"(\w+)_(\d+)")
+_JUDGED = ("loss", "expected", "tokens")
 
 
 class Trainer:
@@ -69,6 +71,20 @@ class Trainer:
             if count:
                 self._step(part, count, sums)
         return self._metrics(documents, sums)
+
+    @torch.no_grad()
+    def judge(self, documents: Sequence[Document]) -> dict[str, float]:
+        """The loss, overlaps and ``expected`` of ``train`` over documents from which nothing is learned."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        count = self.objective.count(documents)
+        for part in microbatches(documents, self.config.microbatch_tokens) if count else ():
+            loss, own = self.objective.loss(part, denominator=count)
+            sums["loss"] += float(loss)
+            sums["parts"] = 1.0
+            for name, value in own.items():
+                sums[name] += value
+        found = self._metrics(documents, sums)
+        return {name: value for name, value in found.items() if _OF_PASS.fullmatch(name) or name in _JUDGED}
 
     @property
     def updates(self) -> int:

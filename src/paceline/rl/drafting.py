@@ -4,8 +4,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -15,11 +17,11 @@ from paceline.cotrain.taps import LEAST_RESPONSE, Collector, spread
 from paceline.cotrain.trainer import Drafting, Trainer
 from paceline.cotrain.when import Decision, Generation, When
 from paceline.drafters.draft_model import tokenizer_of
-from paceline.drafters.heads import Head, HeadKind, make_head
+from paceline.drafters.heads import Head
 from paceline.drafters.vocabulary_map import VocabularyMap
 from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
 from paceline.rl.checkpoint import Checkpoint
-from paceline.rl.engine import RunEngine, drafts
+from paceline.rl.engine import RunEngine, drafts, head_of
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.policy import Policy
 from paceline.schema import PacelineError, Rollout
@@ -78,7 +80,7 @@ class Cotraining:
         self._seconds = math.nan
         self.trainer: Trainer | None = None
         if _learns(config):
-            model = _model(config, policy)
+            model = drafting_model(config, policy)
             self.trainer = Trainer(model, policy.model, config.cotrain, config.sampling.temperature)
 
     # A step, in this order
@@ -211,14 +213,8 @@ class Cotraining:
         """Write the trained drafter into the folder of the run; an event where that fails."""
         if self.trainer is None:
             return
-        model, target = self.trainer.model, out / FOLDER
         try:
-            if isinstance(model, Head):
-                write_head(stored_head(model, policy=self.config.policy.path, version=self._version), target)
-            else:
-                with no_progress_bars():
-                    model.save_pretrained(target)
-                self._policy.tokenizer.save_pretrained(target)
+            write_drafter(self.trainer.model, out / FOLDER, self._policy, self._version)
         except (ExportError, OSError) as error:
             self._warn("drafter_not_written", f"{error}; the last checkpoint holds its weights")
 
@@ -227,13 +223,14 @@ def _learns(config: Config) -> bool:
     return drafts(config) and config.drafter.model_kind is not None and config.cotrain.when != "never"
 
 
-def _model(config: Config, policy: Policy) -> Drafting:
-    """The model that is trained, as the engine's drafter starts."""
+def drafting_model(config: Config, policy: Policy, counts: npt.NDArray[np.int64] | None = None) -> Drafting:
+    """The model that is trained, as the engine's drafter starts; ``counts`` as ``head_of`` takes them.
+
+    PacelineError, one line, where it cannot be had, or is one whose drafts no training here can move.
+    """
     drafter = config.drafter
     if drafter.model_kind in HEADS:
-        # A policy with an adapter has other layers than its checkpoint; a head starts from the merged ones.
-        plain = policy.model if policy.adapter is None else policy.engine_model()
-        head = make_head(cast(HeadKind, drafter.model_kind), drafter.head, plain, config.seed)
+        head = head_of(config, policy, counts)
         head.bind(policy.model)
         return head
     own, key = drafter.draft_model, "drafter.draft_model.path"
@@ -243,6 +240,19 @@ def _model(config: Config, policy: Policy) -> Drafting:
     if foreign is not None and not foreign.is_same:
         raise PacelineError(f"{key}={own.path}: has a tokenizer of its own, and is not trained; set cotrain.when=never")
     return model.to(policy.device).eval()  # type: ignore[arg-type]
+
+
+def write_drafter(model: Drafting, target: Path, policy: Policy, version: int) -> None:
+    """Write a model that drafts for ``version`` of the policy, as ``drafter.head.path`` or a draft model's loads it.
+
+    ExportError or OSError where that fails.
+    """
+    if isinstance(model, Head):
+        write_head(stored_head(model, policy=policy.config.path, version=version), target)
+        return
+    with no_progress_bars():
+        model.save_pretrained(target)
+    policy.tokenizer.save_pretrained(target)
 
 
 def _pass(name: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from paceline.budget.steptime import StepTimeTable, plain_generation_seconds
@@ -91,11 +92,14 @@ def _vllm(config: Config, policy: Policy, export: Path, has_grammars: bool) -> "
         )
 
 
-def head_of(config: Config, policy: Policy) -> Head:
-    """The head that ``config`` asks for, as every drafter of the run starts. ModelError where it cannot be had."""
+def head_of(config: Config, policy: Policy, counts: npt.NDArray[np.int64] | None = None) -> Head:
+    """The head that ``config`` asks for, as every drafter of the run starts. ModelError where it cannot be had.
+
+    ``counts``, (V,), say how often each token occurs, for a draft vocabulary that is chosen now.
+    """
     # A policy with an adapter has other layers than its checkpoint; a head starts from the merged ones.
     plain = policy.model if policy.adapter is None else policy.engine_model()
-    return make_head(cast("HeadKind", config.drafter.model_kind), config.drafter.head, plain, config.seed)
+    return make_head(cast("HeadKind", config.drafter.model_kind), config.drafter.head, plain, config.seed, counts)
 
 
 def _written_head(config: Config, policy: Policy, export: Path) -> HeadConfig:

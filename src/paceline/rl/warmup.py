@@ -109,7 +109,7 @@ def _examples(config: Config, policy: Policy, wanted: int) -> tuple[list[Tokens]
     found: list[tuple[Tokens, Tokens]] = []
     reused = 0
     for name, settings in config.tasks.items():
-        task, prompts, own_reused = _prompts(name, settings, config.seed, share)
+        task, prompts, own_reused = other_prompts(name, settings, config.seed, share)
         reused += own_reused
         for prompt in prompts:
             answer = policy.tokenizer(_answer(name, task, prompt), add_special_tokens=False)["input_ids"]
@@ -119,7 +119,7 @@ def _examples(config: Config, policy: Policy, wanted: int) -> tuple[list[Tokens]
     return [prompt for prompt, _ in found], [answer for _, answer in found], reused
 
 
-def _prompts(name: str, settings: TaskConfig, seed: int, wanted: int) -> tuple[Task, list[Prompt], int]:
+def other_prompts(name: str, settings: TaskConfig, seed: int, wanted: int) -> tuple[Task, list[Prompt], int]:
     """Up to ``wanted`` training prompts that the run does not use; only where there are none, those that it does."""
     task = make_task(name, settings, seed)
     used = {prompt.text for split in ("train", "eval") for prompt in task.prompts(split)}
