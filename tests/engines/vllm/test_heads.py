@@ -7,7 +7,6 @@ pytest.importorskip("vllm")
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
-from vllm import SamplingParams as VllmSampling
 
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig, HeadConfig, VllmConfig
 from paceline.cotrain.export import join_mtp, stored_head, write_head
@@ -18,7 +17,6 @@ from paceline.engines.vllm import workarounds
 from paceline.forward.runner import WeightsError
 from trained_heads import trained_head
 from vllm_engines import VOCABULARY, requests, running, save_tiny
-from vllm_models import started
 
 pytestmark = pytest.mark.vllm
 
@@ -54,9 +52,7 @@ def heads(model, rollouts):
 
 
 def drafting(path, kind="eagle3"):
-    return DrafterConfig(
-        kind=kind, budget=DEPTH, head=HeadConfig(path=None if path is None else str(path), block=DEPTH)
-    )
+    return DrafterConfig(kind=kind, budget=DEPTH, head=HeadConfig(path=None if path is None else str(path)))
 
 
 def reference(model, path, acceptance="coupled", kind="eagle3"):
@@ -211,21 +207,3 @@ def test_a_multi_token_head_among_the_policy_s_weights_drafts_alike(model, rollo
         assert unlike(wanted, engine.generate(greedy("again"))) < 0.02
         with pytest.raises(WeightsError, match=r"lm_head\.weight is the policy's own"):
             engine.load_drafter_weights(3, {"lm_head.weight": policy.lm_head.weight})
-
-
-def test_a_block_head_drafts_alike_as_dflash(model, tmp_path):
-    said = HFEngine(load(model), config=EngineConfig(slots=16)).generate(greedy("said"))
-    head = trained_head(load(model), said, "block", updates=40, block=DEPTH)
-    path = write_head(stored_head(head, policy="tiny", version=1), tmp_path / "head")
-    engine = reference(model, path, kind="block")
-    wanted = engine.generate(greedy("ours"))
-    passes = engine.stats().row_forwards - len(wanted)  # the first of each fills in its prompt
-    assert kept(wanted)[:, 0].mean() > 0.2
-    settings = {"method": "dflash", "model": str(path), "num_speculative_tokens": DEPTH}
-    with started(model, speculative_config=settings) as llm:
-        prompts = [{"prompt_token_ids": request.prompt.tolist()} for request in greedy("theirs")]
-        asked = VllmSampling(temperature=0, max_tokens=LENGTH, detokenize=False, ignore_eos=True)
-        found = llm.generate(prompts, asked, use_tqdm=False)
-        counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    assert [list(one.outputs[0].token_ids) for one in found] == [rollout.tokens.tolist() for rollout in wanted]
-    assert abs(counts["vllm:spec_decode_num_drafts"] - passes) <= 0.02 * passes
