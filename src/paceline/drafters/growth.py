@@ -101,6 +101,8 @@ class Growing(Generic[R]):
         self.depth = 0
         self.end = -1
         self.goes_on = True
+        #: The probability that the whole backbone is accepted, by what was learned; kept while drafts are paced.
+        self.reached = 1.0
         #: Nodes that the backbone goes on by and the drafter would not have drafted.
         self.detours = 0
         self.tokens: list[int] = []

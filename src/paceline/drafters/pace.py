@@ -24,15 +24,16 @@ class Pacer:
     """
 
     def __init__(self) -> None:
-        self._rate = 0.0
+        #: What a second is worth, in tokens of the whole batch; 0 where drafts are wanted whole.
+        self.rate = 0.0
         self._trials = np.zeros((_DEPTHS, _CLAIMS))
         self._hits = np.zeros((_DEPTHS, _CLAIMS))
         #: Faded sums over measurements: their number, rows, squared rows, seconds, rows * seconds.
         self._sums = np.zeros(5)
 
     def pace(self, tokens_per_second: float) -> None:
-        """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
-        self._rate = tokens_per_second
+        """Set what a second is worth."""
+        self.rate = tokens_per_second
 
     def share(self, depth: int, claim: float) -> float:
         """The probability that a node of this depth (1: the first) and claim is accepted once its parent was."""
@@ -93,12 +94,12 @@ class Pacer:
         Of all sets of rows the one whose tokens exceed the worth of its time by most; none where none does.
         """
         everybody: Indices = np.arange(len(tokens_N))
-        if self._rate <= 0:
+        if self.rate <= 0:
             return everybody
         fixed, per_row = self.cost()
-        gain_N = tokens_N - per_row * self._rate
+        gain_N = tokens_N - per_row * self.rate
         chosen: Indices = np.flatnonzero(gain_N > 0)
-        return chosen if gain_N[chosen].sum() > fixed * self._rate else everybody[:0]
+        return chosen if gain_N[chosen].sum() > fixed * self.rate else everybody[:0]
 
 
 def _cell(depth: int, claim: float) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -144,8 +143,11 @@ class SoftDrafter(ABC, Generic[R]):
             else:
                 self._reading.add(seconds, missing, budget)
             going = [index for index in going if growing[index].goes_on]
-            chosen = self.pacer.deeper([self._reached(growing[index].row) for index in going], depth + 1)
-            going = [going[n] for n in chosen]
+            if self.pacer.rate > 0:
+                for index in going:
+                    growing[index].reached *= self.pacer.share(depth, growing[index].row.claims[-1])
+                chosen = self.pacer.deeper([growing[index].reached for index in going], depth + 1)
+                going = [going[n] for n in chosen]
             if going:
                 started = self._clock()
                 logits_NV = self._deepen([growing[index].row for index in going])
@@ -248,10 +250,6 @@ class SoftDrafter(ABC, Generic[R]):
         row.restart()
         room = row.request.params.max_tokens - row.emitted - 1
         return min(-(-budget // self.width), room, self._room(row))
-
-    def _reached(self, row: R) -> float:
-        """The probability that the whole backbone is accepted."""
-        return float(np.prod([self.pacer.share(n + 1, claim) for n, claim in enumerate(row.claims)]))
 
     def _children(self, batch: Sequence[Growing[R]], law_NV: torch.Tensor) -> tuple[list[list[int]], list[list[float]]]:
         """Up to ``width`` children of each backbone's end with their shares of the law; children without one are -1."""
