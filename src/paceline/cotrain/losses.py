@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-#: Logits of this many elements (16 MB in float32) are made at a time, of the policy and of the drafter each.
-CHUNK_ELEMENTS = 1 << 22
+#: Logits of this many elements (64 MB in float32) are made at a time, of the policy and of the drafter each.
+CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,11 @@ class _Loss(torch.autograd.Function):
             grad_RV = grad_RV.mul_(weight_N[rows_R, None] / (temperature or 1.0)).to(read_NH.dtype)
             if read_grad is not None:
                 read_grad[rows_R] = (grad_RV @ weight_VH).to(wide)
-            if weight_grad is not None:
+            if weight_grad is None:
+                continue
+            if weight_grad.dtype == grad_RV.dtype:
+                weight_grad.addmm_(grad_RV.mT, read_RH)
+            else:
                 weight_grad += grad_RV.mT @ read_RH
         ctx.dtypes = read_NH.dtype, weight_VH.dtype
         ctx.save_for_backward(read_grad, weight_grad)

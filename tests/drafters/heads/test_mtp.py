@@ -110,7 +110,7 @@ def test_experts_missing_tensors_and_foreign_directories_are_refused_by_name(tmp
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "qwen3_moe"])
-def test_any_policy_gets_a_dense_head_that_is_a_function_of_the_seed_and_starts_from_its_last_layer(architecture):
+def test_any_policy_gets_a_dense_head_that_is_a_function_of_the_seed_and_starts_from_its_first_layer(architecture):
     if architecture == "qwen3_moe":
         policy = policy_of(Qwen3MoeConfig(**SHAPE, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8))
     else:
@@ -120,6 +120,10 @@ def test_any_policy_gets_a_dense_head_that_is_a_function_of_the_seed_and_starts_
     assert any(not torch.equal(one[name], other[name]) for name in one)
     assert not any("experts" in name for name in one)
     head = make_head("mtp", HeadConfig(init="policy"), policy, 1)
-    last = policy.get_decoder().layers[-1]
-    assert torch.equal(head.layer.self_attn.o_proj.weight, last.self_attn.o_proj.weight)
+    first = policy.get_decoder().layers[0]
+    assert torch.equal(head.layer.self_attn.o_proj.weight, first.self_attn.o_proj.weight)
+    state, embedding = head.project.weight.chunk(2, dim=1)
+    size = policy.get_input_embeddings()(torch.arange(VOCABULARY)).square().mean().sqrt()
+    assert torch.allclose(embedding, size * torch.eye(len(embedding)))
+    assert torch.allclose(state, 0.5 * embedding)
     assert read(head).isfinite().all()

@@ -89,7 +89,7 @@ def _mtp(config: HeadConfig, policy: PreTrainedModel, seed: int) -> MtpHead:
         head = MtpHead(policy, layout_of(policy))
         randomise(head, derive_seed("head", seed))
         if config.init == "policy":
-            head.start_from(decoder_layers(policy)[1])
+            head.start_from(policy)
     return head
 
 
