@@ -122,7 +122,7 @@ def test_a_checkpoint_with_another_drafter_costs_the_drafter_alone(policy, runs,
     short = ("rl.steps=1", *ONLINE)
     train(tiny_config(policy, tmp_path / "run", *short))
     messages = []
-    other = tiny_config(policy, tmp_path / "run", *ONLINE, "rl.steps=2", "drafter.head.taps=[0]")
+    other = tiny_config(policy, tmp_path / "run", *ONLINE, "rl.steps=2", "drafter.head.taps=[0,1]")
     records = train(other, resume=True, on_event=messages.append)
     assert records[1].events["drafter_lost"] == 1
     assert any("; the drafter starts anew" in m for m in messages if isinstance(m, str))
