@@ -184,7 +184,7 @@ def test_no_schedule_and_no_refit_gives_a_state_that_a_whole_pass_would_not(
     assert tokens.keys() == {r.request_id for r in reqs}
     assert refits or tokens == {r.request_id: r.tokens.tolist() for r in ANSWERS[group]}
     assert "drafter_lost" not in engine.stats().events
-    assert drafter.given
+    assert drafter.given or max_batched_tokens < 2 * slots  # where no draft has room
 
 
 ANSWERS = {}
