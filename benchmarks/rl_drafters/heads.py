@@ -3,12 +3,10 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import safetensors.torch
 import torch
 from recording import Recording
@@ -16,31 +14,21 @@ from torch import Tensor
 
 from paceline.config import HeadConfig
 from paceline.cotrain.documents import Document
-from paceline.cotrain.export import stored_head, write_head
 from paceline.cotrain.taps import Collector
 from paceline.cotrain.trainer import Trainer
 from paceline.drafters.heads import Head, make_head
-from paceline.engines.hf import HFEngine
+from paceline.rl.drafting import FOLDER
 from paceline.rl.policy import Policy
-from paceline.schema import RolloutRequest, Tokens, as_tokens, derive_seed
+from paceline.rl.schooling import Schooling, school
+from paceline.schema import RolloutRequest, Tokens, as_tokens
 
 Start = Literal["random", "in-domain"]
 STARTS: tuple[Start, ...] = ("random", "in-domain")
 
 
-@dataclass(frozen=True)
-class Schooling:
-    """How long a head learns before the run: on the policy's rollouts on other prompts, read ``epochs`` times."""
-
-    prompts: int = 192
-    samples: int = 4
-    epochs: int = 6
-    #: Documents of an optimiser step.
-    batch: int = 32
-
-
-FULL = Schooling()
-QUICK = Schooling(prompts=2, samples=2, epochs=1, batch=4)
+#: How a head learns before the run: on what the starting policy says to prompts that the run does not use.
+FULL = Schooling(prompts=192, samples=4, epochs=6, batch=16)
+QUICK = Schooling(prompts=2, samples=2, epochs=1, batch=2, held_out=0.5)
 
 
 class Follower:
@@ -72,7 +60,7 @@ class Follower:
         self.folder.mkdir(exist_ok=True)
         recording, config = self.recording, self.recording.config()
         policy = Policy.load(config.policy, config.seed)
-        path = str(school(recording, policy, self.schooling, tell)) if self.start == "in-domain" else None
+        path = str(taught(recording, self.schooling, tell)) if self.start == "in-domain" else None
         head = make_head("eagle3", HeadConfig(path=path, init="random"), policy.model, config.seed)
         trainer = Trainer(head, policy.model, config.cotrain, config.sampling.temperature)
         self._keep(0, head)
@@ -112,38 +100,19 @@ def tapped(
 
 
 def in_domain(recording: Recording) -> Path:
-    """Where the in-domain start of a policy's head is kept."""
+    """Where the in-domain start of a policy's head is kept, and all about its training."""
     return recording.home / recording.size.name / f"{recording.policy}-in-domain"
 
 
-def school(recording: Recording, policy: Policy, schooling: Schooling, tell: Callable[[str], None] = print) -> Path:
-    """An in-domain start, trained on rollouts of the starting policy on prompts that the run never sees; cached."""
+def taught(recording: Recording, schooling: Schooling, tell: Callable[[str], None] = print) -> Path:
+    """The folder of the in-domain start, which ``paceline draft train`` would write as well; made where missing."""
     home = in_domain(recording)
-    if home.is_dir():
-        return home
-    config = recording.config()
-    requests = recording.other_requests(schooling.prompts, schooling.samples)
-    engine = HFEngine(policy.engine_model(), config=config.engine, seed=config.seed, eos_ids=policy.eos_ids)
-    said = [rollout.tokens for rollout in engine.generate(requests)]
-    engine.close()
-    head = make_head("eagle3", HeadConfig(init="random"), policy.model, config.seed)
-    parts = range(0, len(requests), schooling.samples * 8)
-    documents = [
-        document
-        for at in parts
-        for document in tapped(policy, requests[at : at + parts.step], said[at : at + parts.step], head)
-    ]
-    updates = max(1, len(documents) // schooling.batch)
-    once = msgspec.structs.replace(
-        config.cotrain, updates=updates, schedule="cosine", schedule_steps=updates * schooling.epochs + 1
-    )
-    trainer = Trainer(head, policy.model, once, config.sampling.temperature)
-    started = time.process_time()
-    for epoch in range(schooling.epochs):
-        order = sorted(range(len(documents)), key=lambda place, epoch=epoch: derive_seed("school", epoch, place))
-        found = trainer.train([documents[place] for place in order])
-        tell(
-            f"{recording.policy}, in-domain start: epoch {epoch}, {found['tokens']:.0f} tokens, "
-            f"loss {found['loss']:.3f}, overlap {found['overlap_1']:.3f}, {time.process_time() - started:.0f} s"
-        )
-    return write_head(stored_head(head, policy=recording.policy, version=0), home)
+    if not (home / FOLDER).is_dir():
+        config = recording.config("drafter.kind=eagle3", "drafter.head.init=random")
+        found = school(config, schooling, home, overwrite=True, tell=tell)
+        for mark in found.marks:
+            own = mark.held_out
+            overlaps = " ".join(f"{own[name]:.3f}" for name in own if name.startswith("overlap"))
+            tell(f"{home.name}, epoch {mark.epoch}: held out, loss {own['loss']:.3f}, overlap by pass {overlaps}")
+        tell(f"{home.name}: {found.tokens} tokens, {found.updates} updates, {found.seconds:.0f} s")
+    return home / FOLDER

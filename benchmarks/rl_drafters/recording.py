@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
 import policies
 import safetensors.torch
 import torch
@@ -152,11 +151,3 @@ class Recording:
         return rollout_requests(
             self._curriculum.step_items(step), config.rl.group_size, config.sampling, config.seed, str(step)
         )
-
-    def other_requests(self, prompts: int, samples: int) -> list[RolloutRequest]:
-        """Requests for other prompts of the same task: what the start of a drafter is trained on."""
-        config = self.config()
-        (name, task), *_ = config.tasks.items()
-        more = msgspec.structs.replace(task, train_prompts=task.train_prompts + prompts)
-        items = load_items({name: make_task(name, more, config.seed)}, "train", self.start.encode_prompt)
-        return rollout_requests(items[task.train_prompts :], samples, config.sampling, config.seed, "before")

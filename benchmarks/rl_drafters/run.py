@@ -32,6 +32,7 @@ from paceline.report.metrics import phase_seconds
 from paceline.report.trace import read_metrics, read_trace
 from paceline.rl import folder
 from paceline.rl.loop import train
+from paceline.rl.schooling import Schooling
 
 PARTS = ("record", "heads", "cells", "decay")
 TITLES = {"zero": "RL-Zero", "think": "RL-Think"}
@@ -44,7 +45,7 @@ class Plan:
 
     home: Path
     size: policies.Size = policies.FULL
-    schooling: heads.Schooling = heads.FULL
+    schooling: Schooling = heads.FULL
     overrides: tuple[str, ...] = ()
     depths: tuple[int, ...] = cells.DEPTHS
     batches: tuple[int, ...] = cells.BATCHES
@@ -145,7 +146,7 @@ def show(plan: Plan, names: Sequence[str], figure: Path | None = None) -> None:
 def whole(plan: Plan, name: str, batch: int) -> None:
     """Two real runs, plain and with EAGLE-3 trained online from an in-domain start: tokens, and seconds by phase."""
     run = plan.recording(name, "run")
-    eagle3 = ("drafter.kind=eagle3", f"drafter.head.path={heads.in_domain(run)}", "budget.mode=adaptive")
+    eagle3 = ("drafter.kind=eagle3", f"drafter.head.path={heads.taught(run, plan.schooling)}", "budget.mode=adaptive")
     sides: dict[str, tuple[str, ...]] = {"plain": (), "eagle3": eagle3}
     traces = {}
     for side, settings in sides.items():
