@@ -12,7 +12,10 @@ from paceline.cotrain.documents import Document
 from paceline.cotrain.losses import Teacher
 from paceline.cotrain.objectives import make_objective
 from paceline.cotrain.ttt import TrainingTimeTest, _Batch
+from paceline.drafters.head import HeadDrafter
 from paceline.drafters.heads import make_head
+from paceline.schema import RolloutRequest, SamplingParams
+from soft_drafting import seen, traits
 from taught import documents_of
 from tiny_models import VOCABULARY, tiny
 
@@ -231,3 +234,26 @@ def test_nothing_to_learn_from_is_no_loss(policy):
     loss, sums = objective.loss(documents, denominator=1.0)
     loss.backward()
     assert (loss.item(), sums) == (0.0, {})
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_what_is_trained_in_pass_d_is_what_drafts_the_d_th_token(policy, kind):
+    head, _ = trained(policy, kind)
+    drafter = HeadDrafter(head, traits("rejection"))
+    layers = drafter.attach(policy)
+    request = RolloutRequest(request_id="r", prompt=[5, 9, 2, 30, 11, 7], params=SamplingParams(temperature=0.7))
+    drafter.start([request])
+    drafter.observe([seen(policy, layers, "r", request.prompt)])
+    (draft,) = drafter.propose(["r"], 3)
+    assert len(draft.tokens) == 3
+    # The drafted tokens as a response: the row before the prompt's last token drafted them, one pass a token.
+    states_PS = seen(policy, layers, "r", request.prompt).states
+    padded_PS = torch.cat([states_PS, torch.zeros((4, states_PS.shape[1]), dtype=torch.float64)])
+    tokens = np.concatenate([request.prompt, draft.tokens, [0]]).astype(np.int32)
+    document = Document(tokens, 5, padded_PS, torch.zeros((9, policy.config.hidden_size), dtype=torch.float64))
+    objective = TrainingTimeTest(head, Teacher.of(policy), temperature=0.7, passes=3, decay=1.0)
+    with torch.no_grad(), attending(head):
+        read_NH, pass_N, row_N = objective._passes(_Batch([document], 3, torch.device("cpu")), [document])
+        logits_NV = read_NH @ head.output_weight().T / 0.7
+    assert pass_N[row_N == 0].tolist() == [0, 1, 2]
+    assert (draft.laws.log_softmax(-1) - logits_NV[row_N == 0].log_softmax(-1)).abs().max() < 1e-12
