@@ -16,6 +16,7 @@ from paceline.cotrain.when import REASONS
 from paceline.drafters.heads.files import read_head
 from paceline.engines.hf import HFEngine
 from paceline.forward.runner import WeightsError
+from paceline.history.snapshot import decode_snapshot
 from paceline.report.trace import read_trace
 from paceline.rl import checkpoint
 from paceline.rl.loop import train
@@ -38,6 +39,7 @@ def runs(policy, tmp_path_factory):
         "none": (*EXACT, "drafter.kind=none"),
         "frozen": (*EXACT, "drafter.kind=eagle3", "cotrain.when=never"),
         "online": ONLINE,
+        "hybrid": (*ONLINE, "drafter.kind=hybrid"),
     }
     for name, options in settings.items():
         found[name] = train(tiny_config(policy, root / name, *options)), root / name
@@ -54,7 +56,7 @@ def last(run):
     return found
 
 
-@pytest.mark.parametrize("drafter", ["frozen", "online"])
+@pytest.mark.parametrize("drafter", ["frozen", "online", "hybrid"])
 def test_policy_and_rollouts_are_bitwise_those_of_the_run_without_a_drafter(runs, drafter):  # field K1, K4
     (plain, plain_run), (drafted, drafted_run) = runs["none"], runs[drafter]
     assert tokens(drafted_run) == tokens(plain_run)
@@ -76,6 +78,18 @@ def test_records_say_what_became_of_the_drafter(runs):
     assert not any(r.draft_trained for r in frozen)
     assert {r.draft_reason for r in frozen} == {"never"}
     assert all(math.isnan(r.draft_loss) and not r.draft_overlaps for r in frozen)
+
+
+def test_a_hybrid_trains_its_model_and_keeps_its_history(runs):
+    records, run = runs["hybrid"]
+    assert [r.drafter_version for r in records] == [0, 1, 2, 3]
+    assert all(r.draft_trained for r in records)
+    assert sum(r.events.get("drafter_lost", 0) for r in records) == 0
+    accepted = {source for row in read_trace(run / "rollouts.jsonl") for source, _ in row.sources}
+    assert "model" in accepted
+    assert accepted & {"prompt", "sibling", "history", "elsewhere"}
+    assert (run / "drafter").exists()
+    assert decode_snapshot(last(run).blobs["history"]).prompts > 0
 
 
 def test_the_head_that_was_trained_is_in_the_folder(runs):
@@ -150,14 +164,27 @@ def test_an_engine_that_refuses_the_drafter_is_an_event_and_the_run_goes_on(poli
     assert all(row == expected[key] for key, row in tokens(tmp_path / "run").items())
 
 
-@pytest.mark.parametrize("kind", ["draft_model"])
+@pytest.mark.parametrize("kind", ["draft_model", "mtp", "block", "hybrid"])
 def test_every_kind_of_model_learns_and_changes_no_token(policy, runs, tmp_path, kind):
     own = ("drafter.draft_model.dtype=float64", f"drafter.draft_model.path={policy}", "check.every=0")
     records = train(tiny_config(policy, tmp_path / "run", "rl.steps=2", *ONLINE, f"drafter.kind={kind}", *own))
     assert all(r.draft_trained for r in records)
+    assert records[1].drafter_version == 1
+    assert sum(r.drafted_per_forward for r in records) > 0
     expected = tokens(runs["none"][1])
     assert all(row == expected[key] for key, row in tokens(tmp_path / "run").items())
     assert (tmp_path / "run" / "drafter" / "model.safetensors").is_file()
+
+
+def test_a_run_starts_from_the_head_of_another(policy, runs, tmp_path):
+    _, trained = runs["online"]
+    still = (f"drafter.head.path={trained / 'drafter'}", "cotrain.lr=1e-30", "check.every=0")
+    train(tiny_config(policy, tmp_path / "run", "rl.steps=1", *ONLINE, *still))
+    torch.testing.assert_close(
+        last(tmp_path / "run").tensors["drafter"], last(trained).tensors["drafter"], rtol=0, atol=0
+    )
+    expected = tokens(runs["none"][1])
+    assert all(row == expected[key] for key, row in tokens(tmp_path / "run").items())
 
 
 def test_rollouts_without_advantage_are_read_for_the_drafter_alone(policy, tmp_path):
@@ -171,7 +198,9 @@ def test_rollouts_without_advantage_are_read_for_the_drafter_alone(policy, tmp_p
 
 def test_a_run_measures_first_and_trains_then_where_it_pays(policy, tmp_path):
     settings = ("cotrain.when=pays", "check.every=0", "checkpoint.every=0")
-    records = train(tiny_config(policy, tmp_path / "run", *ONLINE, *settings))
+    messages = []
+    records = train(tiny_config(policy, tmp_path / "run", *ONLINE, *settings), on_event=messages.append)
+    assert any(m.startswith("step 0: training the drafter pays (measure)") for m in messages if isinstance(m, str))
     assert [r.draft_reason for r in records[:2]] == ["measure", "measure"]
     for record in records[2:]:
         assert record.draft_reason in REASONS

@@ -1,6 +1,7 @@
 """The drafter's side of a run: the model that drafts is trained on the states that the policy's update computes."""
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.drafters.draft_model import tokenizer_of
 from paceline.drafters.heads import Head
 from paceline.drafters.vocabulary_map import VocabularyMap
 from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
+from paceline.report.folders import put_in_place
 from paceline.rl.checkpoint import Checkpoint
 from paceline.rl.engine import RunEngine, drafts, head_of
 from paceline.rl.learner import Batch, Learner
@@ -67,10 +69,12 @@ class Cotraining:
     given to the engine all the same. ModelError, one line, where the model cannot be had.
     """
 
-    def __init__(self, config: Config, policy: Policy, learner: Learner, warn: Warn) -> None:
+    def __init__(
+        self, config: Config, policy: Policy, learner: Learner, warn: Warn, tell: Callable[[str], None]
+    ) -> None:
         self.config = config
         self.learner = learner
-        self._policy, self._warn = policy, warn
+        self._policy, self._warn, self._tell = policy, warn, tell
         self._when = When(config.cotrain)
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -88,8 +92,16 @@ class Cotraining:
     def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float, steps_left: int) -> None:
         """Whether this step, whose rollouts took so long, trains the drafter; ``steps_left`` come after it."""
         self._collector, self._metrics, self._seconds = None, {}, math.nan
-        if self.trainer is not None:
-            self._decision = self._when.decide(step, Generation.of(rollouts, generation_seconds), steps_left)
+        if self.trainer is None:
+            return
+        before, now = self._decision, self._when.decide(step, Generation.of(rollouts, generation_seconds), steps_left)
+        self._decision = now
+        if self.config.cotrain.when == "pays" and now.trains != before.trains:
+            self._tell(
+                f"step {step}: training the drafter {'pays' if now.trains else 'does not pay'} ({now.why}): drift has "
+                f"cost {now.drift_seconds:.1f} s, growth would save {now.growth_seconds:.1f} s, "
+                f"a training takes {now.train_seconds:.1f} s"
+            )
 
     def collecting(self, batch: Batch) -> tuple[Collector | None, list[int]]:
         """What ``Learner.update`` takes beside the batch: who collects, and which rollouts. None where none is due."""
@@ -250,9 +262,13 @@ def write_drafter(model: Drafting, target: Path, policy: Policy, version: int) -
     if isinstance(model, Head):
         write_head(stored_head(model, policy=policy.config.path, version=version), target)
         return
-    with no_progress_bars():
-        model.save_pretrained(target)
-    policy.tokenizer.save_pretrained(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        fresh = Path(scratch) / "model"
+        with no_progress_bars():
+            model.save_pretrained(fresh)
+        policy.tokenizer.save_pretrained(fresh)
+        put_in_place(fresh, target)
 
 
 def _pass(name: str) -> int:

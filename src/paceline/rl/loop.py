@@ -98,7 +98,7 @@ class Run:
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
         watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
         self.engine = make_engine(watched, self.policy, out / folder.EXPORT, bool(grammars))
-        self.cotraining = Cotraining(config, self.policy, self.learner, self._warn)
+        self.cotraining = Cotraining(config, self.policy, self.learner, self._warn, tell)
         self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
 
