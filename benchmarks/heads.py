@@ -110,9 +110,9 @@ def documents(model, layers, rollouts):
     return found
 
 
-def learned(policy, kind, updates, tokens):
+def learned(policy, kind, updates, tokens, vocabulary):
     """A head from the policy's own layers that has learned from rollouts of prompts that are not measured."""
-    head = make_head(kind, HeadConfig(), policy.model, 0)
+    head = make_head(kind, HeadConfig(vocabulary=vocabulary), policy.model, 0)
     if not updates:
         return head
     prompts = TextToSql(train_prompts=96).prompts("train")[32:]
@@ -137,6 +137,7 @@ def main():
     parser.add_argument("--kind", choices=("eagle3", "mtp"), default="eagle3")
     parser.add_argument("--head", help="the directory of a head; without it one is trained here")
     parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--vocabulary", type=int, default=0, help="tokens that a head trained here drafts; 0: all")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 3, 5, 7])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompts", type=int, default=8)
@@ -148,7 +149,7 @@ def main():
     if args.head:
         head = make_head(args.kind, HeadConfig(path=args.head), policy.model, 0)
     else:
-        head = learned(policy, args.kind, args.updates, args.tokens)
+        head = learned(policy, args.kind, args.updates, args.tokens, args.vocabulary)
     size = sum(parameter.numel() for parameter in head.parameters())
     print(f"policy {policy.model.num_parameters():,} parameters, head {size:,}\n")
     traits = PolicyTraits(

@@ -270,7 +270,8 @@ class SoftDrafter(ABC, Generic[R]):
         if greedy:
             best_KV = law_NV[greedy]
             tokens_NC[greedy] = best_KV.argmax(-1, keepdim=True) if count == 1 else best_KV.topk(count, dim=-1).indices
-        shares_NC = torch.log_softmax(law_NV.double(), dim=-1).gather(1, tokens_NC.clamp(min=0)).exp()
+        whole_N1 = torch.logsumexp(law_NV.to(torch.promote_types(law_NV.dtype, torch.float32)), dim=-1, keepdim=True)
+        shares_NC = (law_NV.gather(1, tokens_NC.clamp(min=0)) - whole_N1).double().exp()
         # A law that is empty or not a number gives no child, whatever was drawn from it.
         is_none_NC = (tokens_NC < 0) | ~(shares_NC > 0)
         return tokens_NC.masked_fill(is_none_NC, -1).tolist(), shares_NC.masked_fill(is_none_NC, 0.0).tolist()
