@@ -111,6 +111,8 @@ INSIDE_VLLM = ("ngram", "suffix")
 #: Kinds that draft with a head of the policy's, and all kinds that draft with a model, which training can move.
 HEADS = ("eagle3", "mtp", "block")
 MODELS = (*HEADS, "draft_model")
+#: Kinds that remember what was said.
+HISTORIES = ("history", "hybrid")
 
 Kind = Literal[
     "none",

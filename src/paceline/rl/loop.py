@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from paceline.config import Config
+from paceline.config import HISTORIES, Config
 from paceline.engines.identity import Identity
 from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, read_snapshot
@@ -120,7 +120,7 @@ class Run:
         speculative = getattr(self.engine, "speculative", None)
         if speculative is not None:
             self.tell(f"vLLM speculates with {', '.join(f'{key}={value}' for key, value in speculative.items())}")
-        if self.config.drafter.kind == "history" and why_not():
+        if self.config.drafter.kind in HISTORIES and why_not():
             self._warn("history_in_python", f"{why_not()}; drafts are the same, and take longer")
         if self._next_step == 0:
             write_prompts(self.out / folder.PROMPTS, [self._prompt_row(item) for item in self.curriculum.items])
@@ -345,7 +345,7 @@ class Run:
         """Start from the history that ``drafter.history.warm`` names, where it names one that can be used."""
         self.cotraining.load_into(self.engine)
         warm = self.config.drafter.history.warm
-        if warm is None or self.config.drafter.kind != "history":
+        if warm is None or self.config.drafter.kind not in HISTORIES:
             return
         try:
             file = history_file(Path(warm).expanduser())
