@@ -16,8 +16,8 @@ from paceline import typed_yaml
 from paceline.config.base import Section, require
 from paceline.config.cotrain import CotrainConfig as CotrainConfig
 from paceline.config.drafter import HEADS as HEADS
-from paceline.config.drafter import INSIDE_VLLM as INSIDE_VLLM
 from paceline.config.drafter import HISTORIES as HISTORIES
+from paceline.config.drafter import INSIDE_VLLM as INSIDE_VLLM
 from paceline.config.drafter import MODELS as MODELS
 from paceline.config.drafter import BudgetConfig as BudgetConfig
 from paceline.config.drafter import DrafterConfig as DrafterConfig
