@@ -333,6 +333,25 @@ def test_weights_that_are_loaded_void_the_trunk_until_its_states_are_given_again
     assert drafter.weights_version == 7
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_is_not_asked_for_a_while_is_drafted_for_as_if_it_had_been(kind):
+    policy = tiny()
+    drafter = drafter_of(policy, kind)
+    layers = drafter.attach(policy)
+    one, other = requests(2, group=1)
+    said_T = as_tokens([3, 1, 4, 1, 5])
+    drafter.start([one, other])
+    drafter.commit([Outcome(request_id=r.request_id, tokens=said_T[:2], accepted=0, drafted=0) for r in (one, other)])
+    drafter.observe([seen(policy, layers, r.request_id, text_of(r, said_T[:2])) for r in (one, other)])
+    for asked in (one, other):  # there is one slot, until both need theirs
+        assert len(drafter.propose([asked.request_id], 8)) == 1
+    drafter.commit([Outcome(request_id=one.request_id, tokens=said_T[2:], accepted=0, drafted=0)])
+    start = len(one.prompt) + 1
+    drafter.observe([seen(policy, layers, one.request_id, text_of(one, said_T), start)])
+    (draft,) = drafter.propose([one.request_id], 8)
+    assert draft.tokens.tolist() == alone(policy, one, said_T, kind=kind).tokens.tolist()
+
+
 def test_states_that_were_computed_anew_void_what_was_read_behind_them():
     (request,) = requests(1)
     policy, other = tiny(), near(tiny(), 0.2)

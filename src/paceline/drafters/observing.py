@@ -36,6 +36,11 @@ class Observed(Live):
         """Positions of which the states were seen, whether they are still there or were used."""
         return self.first + (0 if self.states_NS is None else len(self.states_NS))
 
+    @property
+    def may_go(self) -> bool:
+        """Whether all states are still there; those that were used are not given again."""
+        return self.first == 0
+
     def see(self, start: int, states_NS: torch.Tensor) -> None:
         """States from position ``start`` on; those that were seen of these positions and behind them are void."""
         if start > self.seen:

@@ -19,6 +19,11 @@ class Holder:
         self.held = 0
         self.used = 0
 
+    @property
+    def may_go(self) -> bool:
+        """Whether what the slot holds can be computed again, so that it may be taken away."""
+        return True
+
 
 H = TypeVar("H", bound=Holder)
 
@@ -39,13 +44,14 @@ class Slots(Generic[H]):
         return iter(self._holders)
 
     def place(self, holders: Sequence[H], length: int) -> None:
-        """A slot of at least ``length`` positions for each; those that have gone without give theirs up."""
+        """A slot of at least ``length`` positions for each; those that have gone without give theirs up, if they may."""
         self._calls += 1
         self._most = max(self._most, len(holders))
         for holder in holders:
             holder.used = self._calls
         new = [holder for holder in holders if holder.slot == NO_SLOT]
-        idle = sorted((own for own in self._holders if own.used < self._calls), key=lambda own: own.used)
+        idle = [own for own in self._holders if own.used < self._calls and own.may_go]
+        idle.sort(key=lambda own: own.used)
         for holder in idle[: max(0, len(self._holders) + len(new) - self._most)]:
             self.free(holder)
         capacity = self.kv.capacity
