@@ -180,9 +180,8 @@ def test_a_run_starts_from_the_head_of_another(policy, runs, tmp_path):
     _, trained = runs["online"]
     still = (f"drafter.head.path={trained / 'drafter'}", "cotrain.lr=1e-30", "check.every=0")
     train(tiny_config(policy, tmp_path / "run", "rl.steps=1", *ONLINE, *still))
-    torch.testing.assert_close(
-        last(tmp_path / "run").tensors["drafter"], last(trained).tensors["drafter"], rtol=0, atol=1e-20
-    )
+    found, held = (last(run).tensors["drafter"] for run in (tmp_path / "run", trained))
+    torch.testing.assert_close(found, held, rtol=0, atol=1e-7)  # heads are read in float32
     expected = tokens(runs["none"][1])
     assert all(row == expected[key] for key, row in tokens(tmp_path / "run").items())
 
