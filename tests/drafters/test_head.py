@@ -502,3 +502,11 @@ def test_a_head_of_another_vocabulary_is_refused_by_name():  # field I2
     drafter = drafter_of(policy, vocabulary_size=41)
     with pytest.raises(ModelError, match="the head: it drafts tokens up to 39, the policy's vocabulary is 41"):
         drafter.attach(policy)
+
+
+def test_a_path_that_leads_to_no_head_is_one_clear_line_before_anything_is_decoded(tmp_path):
+    for kind in KINDS:
+        config = DrafterConfig(kind=kind, head=HeadConfig(path=str(tmp_path / "nowhere")))
+        with pytest.raises(PacelineError, match=r"drafter\.head\.path=.*nowhere") as error:
+            engine_of(tiny(), make_drafter(config, policy=traits()))
+        assert "\n" not in str(error.value)

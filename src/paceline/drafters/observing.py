@@ -169,7 +169,7 @@ class ObservingDrafter(SoftDrafter[Observed]):
     def _is_ready(self, row: Observed) -> bool:
         """Whether all states are there that a draft for the row needs."""
         needed = self._trunk(row)
-        return self._head is not None and needed > 0 and row.seen >= needed
+        return self._head is not None and needed > 0 and row.seen >= needed and row.held >= row.first
 
     def _logits(self, read_NH: torch.Tensor) -> torch.Tensor:
         """The head's logits over the policy's vocabulary, (N, V); what it cannot draft has -inf."""

@@ -44,7 +44,7 @@ class Slots(Generic[H]):
         return iter(self._holders)
 
     def place(self, holders: Sequence[H], length: int) -> None:
-        """A slot of at least ``length`` positions for each; those that have gone without give theirs up, if they may."""
+        """A slot of at least ``length`` positions for each; those that went without give theirs up, if they may."""
         self._calls += 1
         self._most = max(self._most, len(holders))
         for holder in holders:
