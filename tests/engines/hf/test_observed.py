@@ -106,10 +106,10 @@ def requests(count=6, max_tokens=20, group=2, **params):
     ]
 
 
-def engine_of(drafter, model=None, budget=12, **config):
+def engine_of(drafter, model=None, budget=12, canaries=0, **config):
     return HFEngine(
         model or tiny(), drafter=drafter, budget=budget, budget_config=BudgetConfig(mode="fixed"), seed=3, eos_ids=(),
-        config=EngineConfig(sentinel=SentinelConfig(canaries=0), **config),
+        config=EngineConfig(sentinel=SentinelConfig(canaries=canaries), **config),
     )  # fmt: skip
 
 
@@ -336,3 +336,18 @@ def test_nothing_is_tapped_without_an_observer_and_nothing_given_while_nobody_is
     engine.is_drafting = True
     engine.step()
     assert {(start, count) for name, start, count in drafter.given if name == "r0"} == {(0, 5 + 3)}
+
+
+def test_canaries_are_shown_as_well_and_nothing_is_while_decoding_is_plain():
+    drafter = Witness(lambda request, response: ([1, 2, 3], [-1, 0, -1]))
+    engine = engine_of(drafter, canaries=2)
+    with engine.plain():
+        engine.generate(requests(2))
+    assert drafter.given == []
+    engine.generate(requests(2))
+    ours = len(drafter.given)
+    engine.load_weights(1, {name: p * 1.01 for name, p in tiny().named_parameters()})
+    assert engine.stats().canary_acceptance >= 0
+    assert ours > 0
+    assert {name.startswith("canary/") for name, _, _ in drafter.given[ours:]} == {True}
+    assert not engine.drafter.lost

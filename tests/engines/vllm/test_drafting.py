@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import EngineArgs
 
 from paceline.config import DrafterConfig, DraftModelConfig, HeadConfig
+from paceline.schema import SOURCES
 from vllm_engines import requests, running, save_eagle3, save_mtp, save_tiny
 
 pytestmark = pytest.mark.vllm
@@ -65,6 +66,8 @@ def test_greedy_tokens_are_those_of_plain_decoding(kind, model, plain, tmp_path)
     assert stats.row_forwards == sum(rollout.forwards for rollout in answers)
     assert stats.tokens_emitted == 2 * 6 * 24 == stats.row_forwards + stats.tokens_accepted + ended_inside(answers)
     assert all(rollout.accepted <= rollout.drafted for rollout in answers)
+    name = {"history": "history", "draft_model": "model", "eagle3": "model"}.get(kind, "other")
+    assert {SOURCES[source] for rollout in answers for source in rollout.sources} <= {"policy", name}
     if kind in ("history", "suffix"):
         # What was said in the first epoch is drafted in the second.
         first, second = (sum(rollout.forwards for rollout in rollouts) for rollouts in epochs)

@@ -344,7 +344,7 @@ class VllmEngine:
         answer = self._answers.pop(request_id)
         accepted = self._stats.tokens_accepted
         per_accepted = self._counts().tokens_drafted / accepted if accepted else 0.0
-        source = "history" if self.drafter.kind == "history" else "other"
+        source = "model" if self.drafter.model_kind else "history" if self.drafter.kind == "history" else "other"
         self._done.append(answer.rollout(reason, self.logprobs, source, per_accepted))
 
     def _stop_ids(self, request: RolloutRequest) -> tuple[int, ...]:
