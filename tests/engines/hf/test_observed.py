@@ -153,7 +153,7 @@ def test_in_float32_the_states_agree_to_rounding_and_the_invariant_mode_keeps_it
     assert drafter.given
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     slots=st.integers(1, 6),
     max_batched_tokens=st.integers(6, 40),
