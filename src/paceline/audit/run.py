@@ -310,10 +310,11 @@ def _first(name: str, case: Any, found: Sequence[str | None], rollouts: Sequence
 
 def _speculated(case: Any, stats: EngineStats) -> Check:
     says = f"{stats.tokens_drafted} tokens drafted, {stats.tokens_accepted} accepted"
-    silent = not stats.tokens_drafted
-    if silent:
-        says = f"nothing was drafted; events: {stats.events or 'none'}"
-    return Check(name="speculation", case=case.name, outcome="fail" if silent else "pass", says=says)
+    silent, lost = not stats.tokens_drafted, "drafter_lost" in stats.events
+    if silent or lost:
+        what = "the drafter was lost" if lost else "nothing was drafted"
+        says = f"{what}; events: {stats.events or 'none'}"
+    return Check(name="speculation", case=case.name, outcome="fail" if silent or lost else "pass", says=says)
 
 
 def _equal(

@@ -77,6 +77,62 @@ class Subject(Protocol):
         """Whether rounding of the logits decides if the token at a position is allowed at all."""
 
 
+class Joined:
+    """Implements ``Subject``: several that make the same promises, each with its own cases, audited as one.
+
+    Name and settings are those of the first; cases need names of their own.
+    """
+
+    def __init__(self, *subjects: Subject) -> None:
+        first = self._first = subjects[0]
+        self._subjects = subjects
+        self._owners: dict[str, Subject] = {}
+        self.name = first.name
+        self.engine_name = ", ".join(subject.engine_name for subject in subjects)
+        self.settings = first.settings
+        self.keyed = all(subject.keyed for subject in subjects)
+        self.bitwise = all(subject.bitwise for subject in subjects)
+        self.has_witness = all(subject.has_witness for subject in subjects)
+        self.compared = min(subject.compared for subject in subjects)
+        self.tolerance = max(subject.tolerance for subject in subjects)
+        self.knows_both_modes = all(subject.knows_both_modes for subject in subjects)
+
+    def cases(self, scale: float) -> list[Any]:
+        """The cases of all, one subject after the other."""
+        cases = [(case, subject) for subject in self._subjects for case in subject.cases(scale)]
+        self._owners = {case.name: subject for case, subject in cases}
+        return [case for case, _ in cases]
+
+    def engine(self, case: Any, speculate: bool, *, slots: int | None = None) -> Engine:
+        """An engine of the subject whose case it is."""
+        return self._owners[case.name].engine(case, speculate, slots=slots)
+
+    def terms(self, case: Any, params: SamplingParams) -> Terms:
+        """What that subject holds its responses to."""
+        return self._owners[case.name].terms(case, params)
+
+    def laws(self, case: Any, rollout: Rollout, params: SamplingParams) -> Laws:
+        """The account of that subject's witness."""
+        return self._owners[case.name].laws(case, rollout, params)
+
+    def make_params(self, **fields: Any) -> SamplingParams:
+        """As the first makes them."""
+        return self._first.make_params(**fields)
+
+    def close(self) -> None:
+        """Close all."""
+        for subject in self._subjects:
+            subject.close()
+
+    def known_fault(self, check: Check) -> str | None:
+        """What any of them knows about it."""
+        return next((fault for subject in self._subjects if (fault := subject.known_fault(check))), None)
+
+    def at_edge(self, case: Any, rollout: Rollout, position: int, params: SamplingParams) -> bool:
+        """Whether rounding decides, by that subject's witness."""
+        return self._owners[case.name].at_edge(case, rollout, position, params)
+
+
 Build = Callable[..., ToyEngine]
 """(policy, drafter's law or None, **options) -> engine."""
 

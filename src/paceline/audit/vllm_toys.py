@@ -1,4 +1,4 @@
-"""Tiny random language models on disk, with a tokenizer of one character a token: toy policies that vLLM can load."""
+"""Tiny random language models, with a tokenizer of one character a token: toy policies that vLLM can load."""
 
 import string
 from pathlib import Path
@@ -17,7 +17,15 @@ CONTEXT = 128
 
 
 def save_toy(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
-    """A Llama of 64 tokens whose weights are a function of ``seed``, in a directory as hubs have them; returns it.
+    """``toy_model`` in a directory as hubs have them, with its tokenizer; returns the directory."""
+    with no_progress_bars():
+        toy_model(tied=tied, seed=seed).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+def toy_model(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama of 64 tokens whose weights are a function of ``seed``.
 
     Its laws depend on everything before them and are neither flat nor peaked: about two nats of entropy. ``tied``
     shares the embeddings with the output, as small models do. The head size is one that vLLM has on the CPU.
@@ -43,10 +51,7 @@ def save_toy(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 2:
                     parameter.normal_(std=_spread(name, tied))
-    with no_progress_bars():
-        model.save_pretrained(directory)
-    tokenizer().save_pretrained(directory)
-    return directory
+    return model
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

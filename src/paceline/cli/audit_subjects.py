@@ -6,8 +6,9 @@ from typing import Any
 
 import yaml
 
+from paceline.audit.learned import LearnedSubject
 from paceline.audit.models import PROMPTS, ModelSubject, foreign_engines, generate_engines, paceline_engines
-from paceline.audit.subject import Subject, ToySubject
+from paceline.audit.subject import Joined, Subject, ToySubject
 from paceline.cli.audit_vllm import vllm_subject
 from paceline.config import load_config
 from paceline.drafters import make_drafter
@@ -43,7 +44,8 @@ def subject_of(
                 "--policy toy has an engine and prompts of its own, and its laws; name a model for others"
             )
         config = load_config(config_path, overrides)
-        return ToySubject(acceptance=config.engine.acceptance)
+        acceptance = config.engine.acceptance
+        return Joined(ToySubject(acceptance=acceptance), LearnedSubject(acceptance))
     config = load_config(config_path, [*overrides, f"policy.path={policy}"])
     loaded = Policy.load(config.policy, config.seed)
     texts = PROMPTS if prompts is None else _lines(prompts)
