@@ -106,11 +106,11 @@ import os, signal, sys
 from paceline.rl import learner, loop
 from tiny_run import tiny_config
 update, calls = learner.Learner.update, []
-def killed(self, batch):
+def killed(self, *given):
     calls.append(1)
     if len(calls) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    return update(self, batch)
+    return update(self, *given)
 learner.Learner.update = killed
 loop.train(tiny_config(sys.argv[1], sys.argv[2], "rl.epochs=3", "policy.dtype=float64", "budget.mode=fixed"))
 """
@@ -275,7 +275,7 @@ def test_a_full_disk_costs_the_checkpoint_not_the_run(policy, tmp_path, monkeypa
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(checkpoint, "write_synced", full)
     messages = []
     records = train(tiny_config(policy, tmp_path / "run", "rl.steps=2"), on_event=messages.append)
     assert len(records) == 2
