@@ -6,7 +6,7 @@ RL-Zero is a language model of a small web about a music shop: queries, forum th
 question is followed by all sorts of things there, and by an answer in the task's form in one of twelve documents, so
 a policy that has read nothing else is rewarded now and then. RL-Think is RL-Zero after supervised training on the
 task. What is held out of the task is in neither. Deep and narrow, as the policies of this size are that a pass of one
-layer is cheap beside. Ten CPU-minutes for the first, four for the second; both stay in paceline's cache.
+layer is cheap beside. A quarter of an hour of one core for both; they stay in paceline's cache.
 """
 
 import argparse
@@ -36,6 +36,8 @@ from paceline.schema import RolloutRequest, SamplingParams
 
 VOCABULARY, CONTEXT = 1024, 256
 POLICIES = ("zero", "think")
+#: Each goes on from the one before: two halves of pre-training, in each of which the rate rises and falls, then SFT.
+STAGES = ("early", *POLICIES)
 #: Raise this number whenever the policies come out otherwise: older ones are then made anew.
 EDITION = 1
 TEXTS = 4000
@@ -44,18 +46,18 @@ MADE_UP_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Size:
-    """How large the policies are and how long they learn; ``rows`` documents or answers a step."""
+    """How large the policies are and how long they learn: ``web_steps`` in either half, ``rows`` pages a step."""
 
     name: str
     width: int
     layers: int
-    pretraining_steps: int
+    web_steps: int
     sft_steps: int
     rows: int = 8
 
 
-FULL = Size("full", width=192, layers=16, pretraining_steps=900, sft_steps=200)
-QUICK = Size("quick", width=64, layers=4, pretraining_steps=60, sft_steps=60)
+FULL = Size("full", width=192, layers=16, web_steps=900, sft_steps=200)
+QUICK = Size("quick", width=64, layers=4, web_steps=60, sft_steps=60)
 
 
 def make_model(size: Size) -> LlamaForCausalLM:
@@ -177,30 +179,29 @@ def _words() -> tuple[str, ...]:
 
 
 def folder(name: str, size: Size = FULL) -> Path:
-    """Where the cache keeps the policy ``zero`` or ``think``."""
+    """Where the cache keeps a policy, by its stage."""
     return cache_dir() / "benchmarks" / f"rl-drafters-{EDITION}" / size.name / name
 
 
 def make(name: str, size: Size = FULL, tell: Callable[[str], None] = print) -> Path:
-    """The folder of the policy, which is made now where the cache does not have it."""
-    home = folder(name, size)
+    """The folder of the policy, which is made now where the cache does not have it, and what it is made from."""
+    home, stage = folder(name, size), STAGES.index(name)
     if (home / "config.json").is_file():
         return home
-    rng = seeded(POLICIES.index(name))
-    if name == "zero":
+    rng = seeded(stage)
+    if stage:
+        model, tokenizer = load(make(STAGES[stage - 1], size, tell))
+    else:
         tokenizer = make_tokenizer([text for _ in range(TEXTS) for text in document(rng)], VOCABULARY, CONTEXT)
         model = make_model(size)
-        steps, draw, peak_lr = size.pretraining_steps, document, 2e-3
-    else:
-        model, tokenizer = load(make("zero", size, tell))
-        steps, draw, peak_lr = size.sft_steps, answer, 1e-3
     model.float().requires_grad_(True)
+    draw, steps, peak_lr = (answer, size.sft_steps, 1e-3) if name == "think" else (document, size.web_steps, 2e-3)
 
     def progress(step: int, loss: float) -> None:
         tell(f"{name}: step {step}, loss {loss:.3f}, {time.process_time():.0f} CPU-s")
 
     rows = batches(lambda: fits(draw, tokenizer, rng), size.rows, rng)
-    train(model, tokenizer, lambda: next(rows), steps, peak_lr, progress, whole=name == "zero")
+    train(model, tokenizer, lambda: next(rows), steps, peak_lr, progress, whole=name != "think")
     save(model, tokenizer, home)
     return home
 

@@ -32,7 +32,7 @@ def done(scripts, tmp_path_factory):
     patch.setattr(policies, "folder", lambda name, _size: home / "policies" / name)
     plan = scripts["run"].Plan(
         home,
-        policies.Size("smoke", width=32, layers=2, pretraining_steps=3, sft_steps=3, rows=4),
+        policies.Size("smoke", width=32, layers=2, web_steps=2, sft_steps=3, rows=4),
         scripts["heads"].QUICK,
         ("rl.steps=2", "rl.prompts_per_step=2", "rl.group_size=2", "sampling.max_tokens=12", "engine.slots=4"),
         depths=(1, 2),
