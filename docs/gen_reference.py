@@ -19,7 +19,7 @@ from paceline.audit.certificate import read_certificate
 from paceline.audit.vllm_matrix import summary, support_table
 from paceline.config import Config
 from paceline.engines.vllm.workarounds import FAULTS
-from paceline.report.metrics import METRICS
+from paceline.report.definitions import METRICS
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"

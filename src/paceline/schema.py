@@ -4,6 +4,8 @@ Token ids are one-dimensional int32 arrays everywhere. Nothing here imports torc
 """
 
 import math
+from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, Literal
 
 import msgspec
@@ -216,6 +218,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     ``plain_seconds`` what plain passes would have taken for the same tokens. ``lossy`` names the settings under which
     the engine is not known to keep the policy's law. ``drafter_version`` is that of the drafter's own weights, None
     where it has none; ``canary_acceptance`` the share of the last canaries' tokens that had been drafted.
+    ``read_seconds`` are those of ``draft_seconds`` in which a model caught up on texts. Entry d of ``depths_tested``
+    counts the row-forwards that came to a drafted token at depth d + 1, whatever was beside it, ``depths_accepted``
+    those of them that kept one.
     """
 
     forwards: int = 0
@@ -231,6 +236,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     canary_acceptance: float = math.nan
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
+    read_seconds: float = 0.0
     accept_seconds: float = 0.0
     passes_plain: int = 0
     passes_probed: int = 0
@@ -240,6 +246,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     drafts_prefetched: int = 0
     pass_seconds: float = 0.0
     plain_seconds: float = 0.0
+    depths_tested: tuple[int, ...] = ()
+    depths_accepted: tuple[int, ...] = ()
     lossy: tuple[str, ...] = ()
     events: dict[str, int] = {}
 
@@ -247,9 +255,24 @@ class EngineStats(msgspec.Struct, kw_only=True):
         """Add ``times`` to the named event."""
         self.events[event] = self.events.get(event, 0) + times
 
+    def count_depths(self, tested: Iterable[int], accepted: Iterable[int]) -> None:
+        """Row-forwards whose drafts were tested, and kept, down to these depths."""
+        self.depths_tested = added(self.depths_tested, reaching(tested))
+        self.depths_accepted = added(self.depths_accepted, reaching(accepted))
+
+
+def added(counts: Iterable[int], more: Iterable[int], times: int = 1) -> tuple[int, ...]:
+    """Entry by entry, ``counts`` and ``times`` as much of ``more``; what one of them lacks is 0."""
+    return tuple(a + times * b for a, b in zip_longest(counts, more, fillvalue=0))
+
+
+def reaching(depths: Iterable[int]) -> tuple[int, ...]:
+    """Entry d: how many of ``depths`` are above d."""
+    return tuple(np.bincount(list(depths) or [0])[::-1].cumsum()[-2::-1].tolist())
+
 
 class StepRecord(msgspec.Struct, kw_only=True):
-    """The metrics of one training step, one line of ``metrics.jsonl``. Definitions: ``paceline.report.metrics``."""
+    """The metrics of one training step, one line of ``metrics.jsonl``. Definitions: ``paceline.report.definitions``."""
 
     step: int
     epoch: int
@@ -293,9 +316,16 @@ class StepRecord(msgspec.Struct, kw_only=True):
     draft_train_seconds: float = math.nan
     draft_drift_seconds: float = math.nan
     draft_growth_seconds: float = math.nan
+    draft_propose_seconds: float = math.nan
+    draft_read_seconds: float = math.nan
+    draft_refit_seconds: float = math.nan
+    draft_gain_seconds: float = math.nan
     identity: str = "not checked"
     lossy: list[str] = []
     eval_reward: float = math.nan
     task_rewards: dict[str, float] = {}
     accept_lengths: list[int] = []
+    depths_tested: list[int] = []
+    depth_acceptance: list[float] = []
+    token_sources: dict[str, int] = {}
     events: dict[str, int] = {}

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from paceline.config import TaskConfig, known_keys
-from paceline.report.metrics import METRICS
+from paceline.report.definitions import METRICS
 from paceline.rl.tasks import make_task
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,14 +3,15 @@
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
+from paceline.report.definitions import IDENTITIES, METRICS, PHASES
 from paceline.report.metrics import (
-    IDENTITIES,
-    METRICS,
-    PHASES,
+    DRAFTER_COSTS,
     acceptance,
     budget_metrics,
+    draft_savings,
     event_counts,
     first_and_later,
     identity_verdict,
@@ -54,7 +55,46 @@ def test_metrics_of_rollouts_count_tokens_rows_and_drafts():
         "drafted_per_forward": 8 / 5,
         "truncated": 0.5,
         "accept_lengths": [4, 0, 0, 1],
+        "token_sources": {"policy": 8},
     }
+
+
+def test_tokens_are_counted_by_where_they_came_from():
+    sources = [np.array(found, dtype=np.uint8) for found in ([0, 7, 7], [0, 3])]
+    rollouts = [make_rollout(range(len(found)), sources=found) for found in sources]
+    assert rollout_metrics(rollouts)["token_sources"] == {"policy": 2, "history": 1, "model": 2}
+
+
+def test_acceptance_by_depth_is_of_the_row_forwards_that_came_so_deep():
+    before, after = EngineStats(events={}), EngineStats(events={})
+    after.count_depths([3, 1, 2, 0], [2, 0, 2, 0])
+    found = budget_metrics(before, after, 1.0)
+    assert found["depths_tested"] == [3, 2, 1]
+    assert found["depth_acceptance"] == [2 / 3, 1.0, 0.0]
+    assert budget_metrics(after, after, 1.0)["depths_tested"] == []
+    records = [
+        make_record(0, depths_tested=[3, 2, 1], depth_acceptance=[2 / 3, 1.0, 0.0]),
+        make_record(1, depths_tested=[1], depth_acceptance=[0.0]),
+    ]
+    assert summarise(records).depth_acceptance == pytest.approx([0.5, 1.0, 0.0])
+
+
+def test_what_drafts_save_is_known_before_and_after_what_the_drafter_costs():
+    before = EngineStats(plain_seconds=1.0, pass_seconds=1.0)
+    after = EngineStats(plain_seconds=6.0, pass_seconds=4.0, draft_seconds=0.75, read_seconds=0.25)
+    found = budget_metrics(before, after, 3.0)
+    assert found["draft_gain_seconds"] == 2.0
+    record = make_record(
+        0,
+        draft_train_seconds=1.0,
+        draft_refit_seconds=0.125,
+        **{name: found[name] for name in ("draft_gain_seconds", "draft_propose_seconds", "draft_read_seconds")},
+    )
+    assert draft_savings(record) == 2.75
+    assert {name: cost(record) for name, cost in DRAFTER_COSTS} == {
+        "drafting": 0.5, "catching up": 0.25, "training": 0.875, "refit": 0.125,
+    }  # fmt: skip
+    assert math.isnan(budget_metrics(before, before, 1.0)["draft_gain_seconds"])
 
 
 def test_metrics_of_no_rollouts_are_nan_not_an_error():
@@ -161,6 +201,11 @@ def test_what_the_budget_decided_is_the_difference_of_two_readings_of_the_engine
         "draft_seconds_share": 0.25,
         "drafter_version": 3,
         "canary_acceptance": 0.8,
+        "draft_propose_seconds": 0.5,
+        "draft_read_seconds": 0.0,
+        "draft_gain_seconds": 4.0,
+        "depths_tested": [],
+        "depth_acceptance": [],
     }
     assert math.isnan(budget_metrics(before, before, 1.0)["verified_share"])
 

@@ -78,7 +78,7 @@ def test_every_phase_of_a_run_is_in_the_legend_even_one_of_an_unknown_name():
 
 
 def test_every_phase_has_a_colour():
-    from paceline.report.metrics import PHASES
+    from paceline.report.definitions import PHASES
 
     assert set(plots.PHASE_COLOURS) == set(PHASES)
 

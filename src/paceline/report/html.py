@@ -9,9 +9,9 @@ from pathlib import Path
 
 from paceline.config import Config, ConfigError, load_config
 from paceline.report import plots
+from paceline.report.definitions import METRICS
 from paceline.report.example import Decode, Example, examples_html, make_examples
 from paceline.report.metrics import (
-    METRICS,
     SUMMARY_LINES,
     Summary,
     counted,

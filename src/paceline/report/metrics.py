@@ -1,149 +1,15 @@
-"""The one definition of every metric of a training step, and the functions that compute the derived ones."""
+"""The functions that compute the metrics of a training step; what each means is in ``report.definitions``."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import TypedDict
 
 import msgspec
 import numpy as np
 
-from paceline.schema import EngineStats, Rollout, StepRecord
-
-
-class Metric(msgspec.Struct, frozen=True):
-    """What a field of ``StepRecord`` means. ``unit`` is empty for a pure number."""
-
-    name: str
-    unit: str
-    definition: str
-
-
-#: The phases that a step's seconds are split into, in the order of the step. They add up to the step's wall clock.
-PHASES: tuple[str, ...] = ("generation", "reward", "train", "drafter", "refit", "check", "eval", "other")
-
-#: What the identity check may have found, from good to bad. ``law only``: tokens differ, and ``engine.acceptance``
-#: promises no more than equal distributions, which comparing tokens cannot check; ``paceline audit`` can.
-IDENTITIES: tuple[str, ...] = ("not checked", "identical", "near ties", "law only", "violation")
-
-METRICS: tuple[Metric, ...] = (
-    Metric("step", "", "Number of the training step, counted from 0."),
-    Metric("epoch", "", "How often the step's prompts had been visited before, counted from 0."),
-    Metric("reward", "", "Mean reward over the step's rollouts, after shaping. A reward that raised counts as 0."),
-    Metric("reward_std", "", "Standard deviation of the reward over the step's rollouts."),
-    Metric("rollouts", "rollouts", "Responses sampled in the step: prompts x group size."),
-    Metric("tokens", "tokens", "Tokens emitted in the step's rollouts, stop tokens included."),
-    Metric("response_tokens_mean", "tokens", "tokens / rollouts."),
-    Metric(
-        "tokens_per_forward",
-        "tokens",
-        "Tokens emitted / row-forwards. A row-forward is one decoding row in one policy pass: plain decoding gives 1.",
-    ),
-    Metric("acceptance", "", "Drafted tokens that were kept / drafted tokens. NaN where nothing was drafted."),
-    Metric("drafted_per_forward", "tokens", "Drafted tokens / row-forwards."),
-    Metric("policy_forwards", "passes", "Policy passes of the engine in the step's generation, whatever their batch."),
-    Metric("loss", "", "The loss that the step's last update minimised, averaged over its micro-batches by tokens."),
-    Metric("grad_norm", "", "Norm of the gradient before clipping, mean over the step's updates."),
-    Metric("lr", "", "Learning rate of the step's last update."),
-    Metric("kl", "nats", "Mean KL estimate per token between the policy and the reference; 0 without a reference."),
-    Metric("entropy", "nats", "Mean entropy per token of the distribution that was sampled."),
-    Metric("clip_fraction", "", "Share of tokens whose probability ratio was clipped."),
-    Metric(
-        "mismatch_kl",
-        "nats",
-        "Mean KL estimate per token between the log-probabilities of the sampler and of the trainer, same weights.",
-    ),
-    Metric("reward_errors", "rollouts", "Rollouts whose reward raised or ran out of time; their reward is 0."),
-    Metric("truncated", "", "Share of rollouts that ended at the length limit."),
-    Metric("weight_version", "", "Version of the policy's weights that the rollouts were sampled from."),
-    Metric("seconds", "s", "Wall clock of the step by phase: " + ", ".join(PHASES) + "."),
-    Metric(
-        "plain_seconds_projected",
-        "s",
-        "Generation time that the same tokens would have taken without drafts, from the measured step-time table.",
-    ),
-    Metric("speedup_projected", "x", "plain_seconds_projected / seconds of generation."),
-    Metric(
-        "plain_seconds_measured",
-        "s",
-        "Time of decoding the identity check's batch without drafts. NaN in steps without a check.",
-    ),
-    Metric(
-        "speedup_measured",
-        "x",
-        "plain_seconds_measured / the time the same batch took with drafts. NaN in steps without a check.",
-    ),
-    Metric(
-        "plain_seconds_counterfactual",
-        "s",
-        "What plain passes over the same rows would have taken for the tokens of each pass, summed over the passes.",
-    ),
-    Metric(
-        "verified_share",
-        "",
-        "Drafted tokens that were verified / tokens that the drafter offered. NaN where nothing was offered.",
-    ),
-    Metric("passes_plain", "passes", "Decoding passes without a draft: none was offered, or none was worth its time."),
-    Metric("passes_probed", "passes", "Passes that verified a few drafted tokens to see whether drafting pays again."),
-    Metric(
-        "prefetch_coverage",
-        "",
-        "Drafts that were ready when they were asked for / drafts asked for. NaN where none was asked for.",
-    ),
-    Metric("draft_seconds_share", "", "Time that generation waited for the drafter / seconds of generation."),
-    Metric(
-        "drafter_version",
-        "",
-        "Version of the policy that the drafter's own weights were made for; null where it has none, as history.",
-    ),
-    Metric(
-        "canary_acceptance",
-        "",
-        "Share of the tokens of the sentinel's last canaries that had been drafted, before the step. NaN without any.",
-    ),
-    Metric("draft_trained", "", "Whether the model that drafts was trained in the step."),
-    Metric(
-        "draft_reason",
-        "",
-        "Why it was or was not: `every` so many steps and `between` them, to `measure`, for `drift` or `growth`, "
-        "as a `probe`, or not, as it `rests` or is `never` trained.",
-    ),
-    Metric(
-        "draft_loss",
-        "nats",
-        "Cross-entropy of the drafter against the policy's law before the training, a row, weighted over the depths.",
-    ),
-    Metric(
-        "draft_overlaps",
-        "",
-        "By depth, the mass that drafter and policy have in common, before the training: what rejection would accept.",
-    ),
-    Metric("draft_grad_norm", "", "Norm of the drafter's gradient before its own clipping, mean over its updates."),
-    Metric("draft_train_seconds", "s", "What the training took, passes and refit of the drafter included."),
-    Metric(
-        "draft_drift_seconds",
-        "s",
-        "Generation time lost since the last training, as fewer drafts are kept than right after it.",
-    ),
-    Metric(
-        "draft_growth_seconds",
-        "s",
-        "Generation time that a training should save by what the last one made the drafter better for good.",
-    ),
-    Metric(
-        "identity",
-        "",
-        "Whether the tokens of the checked batch equal those of plain decoding: " + ", ".join(IDENTITIES) + ".",
-    ),
-    Metric(
-        "lossy",
-        "",
-        "Settings of the engine under which tokens need not follow the policy's law; empty unless `allow_lossy`.",
-    ),
-    Metric("eval_reward", "", "Mean reward on the held-out prompts, greedy. NaN in steps without an evaluation."),
-    Metric("task_rewards", "", "Mean reward by task."),
-    Metric("accept_lengths", "row-forwards", "Entry k: row-forwards in which exactly k drafted tokens were kept."),
-    Metric("events", "", "Named faults and fallbacks of the step, with their counts."),
-)
+from paceline.report.definitions import IDENTITIES, PHASES
+from paceline.schema import SOURCES, EngineStats, Rollout, StepRecord, added
 
 
 def ratio(part: float, whole: float) -> float:
@@ -177,6 +43,7 @@ class RolloutMetrics(TypedDict):
     drafted_per_forward: float
     truncated: float
     accept_lengths: list[int]
+    token_sources: dict[str, int]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> RolloutMetrics:
@@ -193,6 +60,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> RolloutMetrics:
         drafted_per_forward=ratio(drafted, row_forwards),
         truncated=ratio(sum(rollout.finish_reason == "length" for rollout in rollouts), len(rollouts)),
         accept_lengths=accept_histogram(rollouts),
+        token_sources=source_counts(rollouts),
     )
 
 
@@ -208,22 +76,37 @@ class BudgetMetrics(TypedDict):
     draft_seconds_share: float
     drafter_version: int | None
     canary_acceptance: float
+    draft_propose_seconds: float
+    draft_read_seconds: float
+    draft_gain_seconds: float
+    depths_tested: list[int]
+    depth_acceptance: list[float]
 
 
 def budget_metrics(before: EngineStats, after: EngineStats, generation_seconds: float) -> BudgetMetrics:
-    """What the engine decided between two readings of its counters."""
+    """What the engine decided between two readings of its counters, and what became of it."""
+    drafting, reading = after.draft_seconds - before.draft_seconds, after.read_seconds - before.read_seconds
+    plain, passes = after.plain_seconds - before.plain_seconds, after.pass_seconds - before.pass_seconds
+    tested = [count for count in added(after.depths_tested, before.depths_tested, -1) if count]
+    kept = added(after.depths_accepted, before.depths_accepted, -1)
     return BudgetMetrics(
         policy_forwards=after.forwards - before.forwards,
-        plain_seconds_counterfactual=after.plain_seconds - before.plain_seconds,
+        plain_seconds_counterfactual=plain,
         verified_share=ratio(after.tokens_drafted - before.tokens_drafted, after.nodes_offered - before.nodes_offered),
         passes_plain=after.passes_plain - before.passes_plain,
         passes_probed=after.passes_probed - before.passes_probed,
         prefetch_coverage=ratio(
             after.drafts_prefetched - before.drafts_prefetched, after.drafts_asked - before.drafts_asked
         ),
-        draft_seconds_share=ratio(after.draft_seconds - before.draft_seconds, generation_seconds),
+        draft_seconds_share=ratio(drafting, generation_seconds),
         drafter_version=after.drafter_version,
         canary_acceptance=after.canary_acceptance,
+        draft_propose_seconds=drafting - reading,
+        draft_read_seconds=reading,
+        draft_gain_seconds=plain - passes if plain else math.nan,
+        depths_tested=tested,
+        depth_acceptance=[ratio(count, whole) for count, whole in zip(kept, tested, strict=False)]
+        + [0.0] * (len(tested) - len(kept)),
     )
 
 
@@ -232,6 +115,37 @@ def accept_histogram(rollouts: Iterable[Rollout]) -> list[int]:
     lengths = [rollout.accept_lengths for rollout in rollouts]
     counts: list[int] = np.bincount(np.concatenate(lengths)).tolist() if lengths else []
     return counts
+
+
+def source_counts(rollouts: Iterable[Rollout]) -> dict[str, int]:
+    """Tokens by their source, in the order of ``SOURCES``; those that gave none are left out."""
+    counts = sum((np.bincount(rollout.sources, minlength=len(SOURCES)) for rollout in rollouts), np.zeros(1, int))
+    return {name: int(count) for name, count in zip(SOURCES, counts, strict=False) if count}
+
+
+def depth_acceptance(records: Iterable[StepRecord]) -> list[float]:
+    """The metric of that name over several steps: entry d is of all row-forwards that came so deep."""
+    tested: tuple[int, ...] = ()
+    kept: list[float] = []
+    for record in records:
+        tested = added(tested, record.depths_tested)
+        pairs = zip(record.depths_tested, record.depth_acceptance, strict=False)
+        kept = [a + b for a, b in zip_longest(kept, [n * share for n, share in pairs], fillvalue=0.0)]
+    return [ratio(count, whole) for count, whole in zip(kept, tested, strict=False)]
+
+
+#: What a drafter costs beside the passes that verify its drafts, by name: the seconds of a step.
+DRAFTER_COSTS: tuple[tuple[str, Callable[[StepRecord], float]], ...] = (
+    ("drafting", lambda record: _known(record.draft_propose_seconds)),
+    ("catching up", lambda record: _known(record.draft_read_seconds)),
+    ("training", lambda record: _known(record.draft_train_seconds) - _known(record.draft_refit_seconds)),
+    ("refit", lambda record: _known(record.draft_refit_seconds)),
+)
+
+
+def draft_savings(record: StepRecord) -> float:
+    """Seconds that drafts saved in the step before any of ``DRAFTER_COSTS``; NaN where that is not known."""
+    return record.draft_gain_seconds + _known(record.draft_propose_seconds) + _known(record.draft_read_seconds)
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -248,6 +162,9 @@ class Summary(msgspec.Struct, kw_only=True):
     drafted_per_forward: float
     plain_passes: float
     draft_seconds_share: float
+    depth_acceptance: list[float]
+    draft_gain_seconds: float
+    draft_train_seconds: float
     generation_seconds: float
     tokens_per_second: float
     speedup_projected: float
@@ -279,6 +196,9 @@ def summarise(records: Sequence[StepRecord]) -> Summary:
         draft_seconds_share=ratio(
             sum(_known(r.draft_seconds_share) * r.seconds.get("generation", 0.0) for r in records), generation
         ),
+        depth_acceptance=depth_acceptance(records),
+        draft_gain_seconds=sum(record.draft_gain_seconds for record in records),
+        draft_train_seconds=sum(_known(record.draft_train_seconds) for record in records),
         generation_seconds=generation,
         tokens_per_second=ratio(tokens, generation),
         speedup_projected=speedup(
@@ -319,6 +239,9 @@ SUMMARY_LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("acceptance", lambda s: shown(s.acceptance, ".0%")),
     ("passes without drafts", lambda s: shown(s.plain_passes, ".0%")),
     ("waiting for drafts, of generation", lambda s: shown(s.draft_seconds_share, ".1%")),
+    ("kept at depth 1, 2, 3", lambda s: " ".join(shown(share, ".0%") for share in s.depth_acceptance[:3]) or "–"),
+    ("saved by drafts, seconds per step", lambda s: shown(ratio(s.draft_gain_seconds, s.steps))),
+    ("training the drafter, seconds per step", lambda s: shown(ratio(s.draft_train_seconds, s.steps))),
     ("generation, seconds per step", lambda s: shown(ratio(s.generation_seconds, s.steps))),
     ("generation, tokens per second", lambda s: shown(s.tokens_per_second, ".0f")),
     ("times as fast as plain, projected", lambda s: shown(s.speedup_projected)),

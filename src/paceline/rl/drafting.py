@@ -60,6 +60,7 @@ class DraftMetrics(TypedDict):
     draft_train_seconds: float
     draft_drift_seconds: float
     draft_growth_seconds: float
+    draft_refit_seconds: float
 
 
 class Cotraining:
@@ -81,7 +82,7 @@ class Cotraining:
         self._decision = Decision(False, "never")
         self._collector: Collector | None = None
         self._metrics: dict[str, float] = {}
-        self._seconds = math.nan
+        self._seconds = self._refit_seconds = math.nan
         self.trainer: Trainer | None = None
         if _learns(config):
             model = drafting_model(config, policy)
@@ -91,7 +92,7 @@ class Cotraining:
 
     def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float, steps_left: int) -> None:
         """Whether this step, whose rollouts took so long, trains the drafter; ``steps_left`` come after it."""
-        self._collector, self._metrics, self._seconds = None, {}, math.nan
+        self._collector, self._metrics, self._seconds, self._refit_seconds = None, {}, math.nan, math.nan
         if self.trainer is None:
             return
         before, now = self._decision, self._when.decide(step, Generation.of(rollouts, generation_seconds), steps_left)
@@ -142,7 +143,8 @@ class Cotraining:
         if self._trained:
             self._version = version
             self.load_into(engine)
-        self._seconds += time.perf_counter() - started
+        self._refit_seconds = time.perf_counter() - started
+        self._seconds += self._refit_seconds
         self._when.trained(self._seconds, self._metrics["expected"])
 
     def metrics(self) -> DraftMetrics:
@@ -158,6 +160,7 @@ class Cotraining:
             draft_train_seconds=self._seconds,
             draft_drift_seconds=decision.drift_seconds,
             draft_growth_seconds=decision.growth_seconds,
+            draft_refit_seconds=self._refit_seconds,
         )
 
     @property

@@ -1,5 +1,7 @@
 """Who starts first and who drafts: scouts, siblings, requests that opted out, the budget in the engine."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -290,3 +292,42 @@ def test_probabilities_that_are_no_numbers_cost_time_only():
             return drafts
 
     assert tokens(engine(Broken(oracle(plain, 4))).generate(reqs)) == tokens(plain)
+
+
+def test_how_deep_drafts_were_tested_is_counted_exactly_for_trees():
+    with closing(engine()) as plainly:
+        plain = plainly.generate(requests(1, 3, 24))
+    right = {rollout.request_id: rollout.tokens.tolist() for rollout in plain}
+    tested = dict.fromkeys(right, 0)
+
+    def script(request, response):
+        """At the root a wrong token and a right one, one below the wrong one, and two more below the right one."""
+        name, ahead = request.request_id, right[request.request_id][len(response) :]
+        if name == "g0/2" or len(ahead) < 4:
+            return [], None
+        tested[name] += 1
+        wrong, last = (ahead[0] + 1) % VOCABULARY, (ahead[2] + (name == "g0/1")) % VOCABULARY
+        return [wrong, ahead[0], ahead[1], ahead[1], last], [-1, -1, 0, 1, 3]
+
+    with closing(engine(ScriptedDrafter(script), BudgetConfig(mode="fixed"))) as drafting:
+        drafted = drafting.generate(requests(1, 3, 24))
+        stats = drafting.stats()
+    assert tokens(drafted) == tokens(plain)
+    whole, short = tested["g0/0"], tested["g0/1"]
+    assert min(whole, short) > 2
+    assert stats.depths_tested == (whole + short,) * 3
+    assert stats.depths_accepted == (whole + short, whole + short, whole)
+    assert sum(stats.depths_accepted) == stats.tokens_accepted
+
+
+def test_behind_the_end_of_a_response_nothing_was_tested():
+    with closing(engine()) as plainly:
+        (plain,) = plainly.generate(requests(1, 1))
+    said = plain.tokens.tolist()
+    at = next(n for n in range(2, 8) if said[n] not in said[:n])
+    drafter = ScriptedDrafter(lambda request, response: (said[len(response) :][:8], None))
+    fixed = BudgetConfig(mode="fixed")
+    with closing(HFEngine(tiny(), drafter=drafter, budget_config=fixed, seed=3, eos_ids=(said[at],))) as ends:
+        ends.generate(requests(1, 1))
+        stats = ends.stats()
+    assert stats.depths_tested == stats.depths_accepted == (1,) * (at + 1)

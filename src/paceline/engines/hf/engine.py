@@ -298,7 +298,7 @@ class HFEngine:
         Returns, by request, the drafted nodes that were emitted and whether the response ended on the last of them; and
         the number of emitted tokens.
         """
-        outcomes, ended, paths = [], [], {}
+        outcomes, ended, paths, tested = [], [], {}, []
         waiting_verdicts = iter(verdicts)
         for slot, share in enumerate(shares):
             row = share.row
@@ -313,6 +313,7 @@ class HFEngine:
             row.cached += len(verdict.path)
             accepted = row.commit(verdict, end, share.draft, self.version)
             paths[row.request_id] = verdict.path[:accepted], accepted == end.count
+            tested.append(share.tested(verdict.path, accepted, accepted == end.count))
             outcomes.append(
                 Outcome(
                     request_id=row.request_id,
@@ -328,6 +329,7 @@ class HFEngine:
             self._stats.tokens_accepted += accepted
             if end.reason is not None:
                 ended.append((row, end.reason))
+        self._stats.count_depths(tested, [outcome.accepted for outcome in outcomes])
         if self.drafter is not None and outcomes:
             started = time.perf_counter()
             self.drafter.commit(outcomes)

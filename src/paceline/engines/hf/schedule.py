@@ -49,6 +49,16 @@ class Share:
             return _NO_TOKENS
         return chain_parents(self.drafted) if self.draft.parents is None else self.draft.parents
 
+    def tested(self, path: np.ndarray, accepted: int, is_cut: bool) -> int:
+        """How deep the draft was tested of which ``path`` was kept: a level more than that where it goes on there.
+
+        ``is_cut`` says that the response ended on the last of the ``accepted`` ones: then nobody looked further.
+        """
+        if is_cut or self.draft is None:
+            return accepted
+        end = int(path[-1]) if len(path) else -1
+        return accepted + bool((self.parents == end).any())
+
     @property
     def needs(self) -> int:
         """Cache positions the row fills by the end of the pass."""
@@ -169,6 +179,7 @@ class Scheduler:
             shares[draft.request_id].draft = draft
         plan.propose_seconds = perf_counter() - started
         self._stats.draft_seconds += plan.propose_seconds
+        self._stats.read_seconds += plan.reading_seconds
 
     def _straggler_weights(self, drafting: Sequence[Share], offered: Sequence[str]) -> Floats | None:
         """What a token of each offered draft is worth, where a batch drains; None where all are worth the same."""

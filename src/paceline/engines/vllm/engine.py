@@ -212,6 +212,7 @@ class VllmEngine:
         stats.forwards = counts.passes
         stats.passes_plain = counts.passes_plain
         stats.preemptions = counts.preemptions
+        stats.depths_tested, stats.depths_accepted = counts.depths_tested, counts.depths_accepted
         stats.tokens_drafted = stats.nodes_offered = counts.tokens_drafted
         stats.forward_seconds = stats.pass_seconds = counts.seconds
         report = self._plugin("report") or {}
