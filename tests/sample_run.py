@@ -114,9 +114,29 @@ def make_records(epochs: int = 4, steps_per_epoch: int = 4, drafts: bool = True,
                 eval_reward=float(0.4 + 0.2 * progress) if step % 4 == 3 else math.nan,
                 task_rewards={"function_call": 0.5},
                 events={"slots_full": 2} if step == 1 else {},
+                **(_drafted(step, rows, tokens) if drafts else {}),
             )
         )
     return records
+
+
+def _drafted(step: int, rows: int, tokens: int) -> dict[str, Any]:
+    """What is known of a step in which a head drafted that learns every other step."""
+    trained = step % 2 == 0
+    return {
+        "depths_tested": [rows, rows // 2, rows // 4],
+        "depth_acceptance": [0.6 + 0.01 * step, 0.5, 0.3],
+        "token_sources": {"policy": rows, "model": tokens - rows},
+        "draft_trained": trained,
+        "draft_reason": "every" if trained else "between",
+        "draft_loss": 2.0 / (1 + step) if trained else math.nan,
+        "draft_overlaps": [0.5 + 0.01 * step, 0.3] if trained else [],
+        "draft_propose_seconds": 0.8,
+        "draft_read_seconds": 0.1,
+        "draft_train_seconds": 0.5 if trained else math.nan,
+        "draft_refit_seconds": 0.01 if trained else math.nan,
+        "draft_gain_seconds": 1.5,
+    }
 
 
 def make_rows(records: Sequence[StepRecord], per_step: int = 8, seed: int = 5) -> list[TraceRow]:

@@ -67,7 +67,7 @@ def test_the_report_says_what_was_measured(run):
     assert "4 steps checked token by token" in page
     assert "slots_full" in page
     assert "path: tiny" in page
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 11
 
 
 def test_dark_light_and_phones_are_served(run):
@@ -228,3 +228,16 @@ def test_a_run_without_a_trace_has_no_examples(tmp_path):
 def test_settings_of_another_version_do_not_stop_a_report(run):
     (run / "config.yaml").write_text("setting_of_the_future: 1\n")
     assert "setting_of_the_future" in write_report(run).read_text()
+
+
+def test_a_run_of_an_older_version_shows_no_picture_of_what_it_did_not_record(tmp_path):
+    folder = write_run(tmp_path / "old", make_records())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    new = {"depths_tested", "depth_acceptance", "token_sources", "draft_gain_seconds", "draft_propose_seconds"}
+    old = [{name: value for name, value in line.items() if name not in new} for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    page = write_report(folder).read_text()
+    parsed(page)
+    assert "Kept by depth" not in page
+    assert "Where tokens came from" not in page
+    assert "Draft loss" in page

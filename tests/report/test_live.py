@@ -93,3 +93,9 @@ def test_the_summary_sets_the_first_epoch_beside_the_later_ones():
 @pytest.mark.parametrize("records", [[], make_records(1, 1), make_records(drafts=False)], ids=["none", "one", "plain"])
 def test_the_summary_takes_any_run(records):
     assert "later epochs" in table_text(records)
+
+
+def test_a_step_that_trained_the_drafter_says_so_and_why():
+    line = plain_line(make_record(0, draft_trained=True, draft_loss=1.25, draft_reason="drift"))
+    assert "drafter loss 1.250 (drift)" in line
+    assert "drafter" not in plain_line(make_record(0, draft_reason="rests"))

@@ -7,11 +7,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.report import plots
+from paceline.report import drafter_plots, plots
 from paceline.schema import PacelineError
 from sample_run import make_record, make_records
 
-ALL = [plots.reward_plot, plots.tokens_per_forward_plot, plots.speed_plot, plots.phase_plot, plots.accept_plot]
+ALL = [
+    plots.reward_plot,
+    plots.tokens_per_forward_plot,
+    plots.speed_plot,
+    plots.phase_plot,
+    plots.accept_plot,
+    drafter_plots.depth_plot,
+    drafter_plots.depth_by_step_plot,
+    drafter_plots.source_plot,
+    drafter_plots.cost_plot,
+    drafter_plots.draft_loss_plot,
+    drafter_plots.overlap_plot,
+]
 
 
 @pytest.mark.parametrize("draw", ALL)

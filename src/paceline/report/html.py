@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from paceline.config import Config, ConfigError, load_config
-from paceline.report import plots
+from paceline.report import drafter_plots, plots
 from paceline.report.definitions import METRICS
 from paceline.report.example import Decode, Example, examples_html, make_examples
 from paceline.report.metrics import (
@@ -41,6 +41,34 @@ _SPEED = (
     ),
     ("Time by phase", "Wall clock of every step.", plots.phase_plot),
     ("Accepted length", "How many drafted tokens one pass confirmed.", plots.accept_plot),
+)
+_DRAFTER = (
+    (
+        "Kept by depth",
+        "Of the rows of a pass that came to a drafted token so deep, how many kept one.",
+        drafter_plots.depth_plot,
+    ),
+    ("Kept by depth, step by step", "The first depths of the same.", drafter_plots.depth_by_step_plot),
+    (
+        "Where tokens came from",
+        "The policy's own sample, or who had drafted the token that it confirmed.",
+        drafter_plots.source_plot,
+    ),
+    (
+        "What drafting costs and saves",
+        "Where the line is above the bars, drafts were worth what they cost.",
+        drafter_plots.cost_plot,
+    ),
+    (
+        "Draft loss",
+        "Cross-entropy against the policy's law before each training, weighted over depths.",
+        drafter_plots.draft_loss_plot,
+    ),
+    (
+        "Overlap by depth",
+        "The mass that drafter and policy have in common before each training.",
+        drafter_plots.overlap_plot,
+    ),
 )
 
 
@@ -84,6 +112,7 @@ def render(
             _tiles(records),
             _pictures("What it learned", _LEARNING, records, _summary(records)),
             _pictures("What drafting gave", _SPEED, records),
+            _pictures("Who drafted", _DRAFTER, records),
             examples_html(examples),
             _events(records),
             _details("Every step", _steps_table(records)),
@@ -270,6 +299,7 @@ def _steps_table(records: Sequence[StepRecord]) -> str:
         ("tokens", lambda r: f"{r.tokens:,}"),
         ("per forward", lambda r: shown(r.tokens_per_forward)),
         ("acceptance", lambda r: shown(r.acceptance, ".0%")),
+        ("kept at 1, 2, 3", lambda r: " ".join(shown(share, ".0%") for share in r.depth_acceptance[:3]) or "–"),
         ("× projected", lambda r: shown(r.speedup_projected)),
         ("× measured", lambda r: shown(r.speedup_measured)),
         ("identity", lambda r: r.identity if r.identity != "not checked" else "–"),
@@ -280,6 +310,9 @@ def _steps_table(records: Sequence[StepRecord]) -> str:
         ("KL", lambda r: shown(r.kl, ".4f")),
         ("gradient", lambda r: shown(r.grad_norm, ".3f")),
         ("truncated", lambda r: shown(r.truncated, ".0%")),
+        ("draft loss", lambda r: shown(r.draft_loss, ".3f")),
+        ("draft saved s", lambda r: shown(r.draft_gain_seconds)),
+        ("draft trained s", lambda r: shown(r.draft_train_seconds)),
     )
     head = "".join(f"<th>{escape(name)}</th>" for name, _ in columns)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(show(r))}</td>' for _, show in columns)}</tr>" for r in records)

@@ -17,8 +17,8 @@ from paceline.schema import StepRecord
 
 #: The phases told apart in the bar, with their colours; all others are shown as ``other``.
 _COLOURS = {
-    "generation": "cyan", "reward": "yellow", "train": "magenta", "refit": "green", "check": "blue", "eval": "red",
-    "other": "bright_black",
+    "generation": "cyan", "reward": "yellow", "train": "magenta", "drafter": "bright_magenta", "refit": "green",
+    "check": "blue", "eval": "red", "other": "bright_black",
 }  # fmt: skip
 _BAR_CELLS = 24
 _HEADINGS = f"{'step':>5} {'epoch':>5} {'reward':>7} {'tok/fwd':>8} {'accept':>7} {'x plain':>8}  share of the time"
@@ -115,6 +115,7 @@ def plain_line(record: StepRecord, steps: int | None = None) -> str:
         f"tokens/forward {shown(record.tokens_per_forward, '.2f')}",
         f"acceptance {shown(record.acceptance, '.0%')}",
         f"x plain {shown(record.speedup_projected, '.2f')}",
+        _drafter(record),
         f"time {sum(record.seconds.values()):.1f} s ({shares})" if shares else "",
         f"check {_check(record)}" if record.identity != "not checked" else "",
         f"LOSSY {', '.join(record.lossy)}" if record.lossy else "",
@@ -167,6 +168,8 @@ def _row(record: StepRecord) -> Text:
         f"{shown(record.speedup_projected, '.2f'):>8}  "
     )
     row.append_text(_bar(phase_shares(record)))
+    if drafter := _drafter(record):
+        row.append(f"  {drafter}", style="yellow")
     if verdict := _check(record):
         row.append(f"  {verdict}", style="bold red" if record.identity == "violation" else "green")
     if record.lossy:
@@ -191,6 +194,11 @@ def _legend() -> Text:
     for phase, colour in _COLOURS.items():
         legend.append("━ ", style=colour).append(f"{phase} ", style="dim")
     return legend
+
+
+def _drafter(record: StepRecord) -> str:
+    """That the drafter was trained, its loss before, and why; empty where it was not."""
+    return f"drafter loss {shown(record.draft_loss, '.3f')} ({record.draft_reason})" if record.draft_trained else ""
 
 
 def _check(record: StepRecord) -> str:

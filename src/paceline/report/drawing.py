@@ -1,0 +1,169 @@
+"""How pictures of a report are drawn: inline SVG by matplotlib, coloured by the page's own style sheet.
+
+Every colour is a placeholder that becomes a CSS variable, so a picture follows the page into dark mode.
+"""
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.report.metrics import ratio
+from paceline.schema import PacelineError, StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Placeholder -> CSS variable of the page.
+_VARIABLES = {
+    "#010101": "--ink",
+    "#020202": "--muted",
+    "#030303": "--line",
+    "#040404": "--band",
+    "#050505": "--grey",
+    "#060606": "--teal",
+    "#070707": "--amber",
+    "#080808": "--indigo",
+    "#090909": "--rose",
+    "#0a0a0a": "--sky",
+    "#0b0b0b": "--olive",
+    "#0c0c0c": "--clay",
+}
+COLOURS = {variable.removeprefix("--"): colour for colour, variable in _VARIABLES.items()}
+INK, MUTED, LINE, BAND = (COLOURS[name] for name in ("ink", "muted", "line", "band"))
+GREY, TEAL, INDIGO = (COLOURS[name] for name in ("grey", "teal", "indigo"))
+
+_WIDTH_POINTS, _HEIGHT_POINTS = 460, 250
+TALL_POINTS = 350
+_MOST_BARS = 96
+_MOST_DOTS = 48
+_STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": LINE,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 11,
+    "axes.linewidth": 1,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 11,
+    "grid.color": LINE,
+    "grid.linewidth": 1,
+    "legend.fontsize": 11,
+    "legend.frameon": False,
+    "legend.labelcolor": MUTED,
+    "lines.linewidth": 2.25,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "paceline",
+    "text.color": INK,
+    "xtick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "xtick.major.size": 0,
+    "ytick.color": LINE,
+    "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+}
+
+
+def series(records: Sequence[StepRecord], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Steps and values, those that are not finite left out."""
+    pairs = [(record.step, value) for record, value in zip(records, values, strict=True) if math.isfinite(value)]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def mean(values: Sequence[float]) -> float:
+    """That of the finite values; NaN where there is none."""
+    known = [value for value in values if math.isfinite(value)]
+    return ratio(sum(known), len(known))
+
+
+def dots(points: int, marker: str = "o") -> dict[str, Any]:
+    """A mark at every point, unless they are so many that the marks would cover the line."""
+    return {"marker": marker, "markersize": 4.5 if marker == "o" else 5.5} if points <= _MOST_DOTS else {}
+
+
+def reference(axes: "Axes", name: str) -> None:
+    """A line at 1, named at its right end."""
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
+    axes.annotate(
+        name,
+        (1, 1),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -3),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+    ).set_color(MUTED)
+
+
+def legend(axes: "Axes") -> None:
+    """Names above the picture, where there are several."""
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) > 1:
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 1.0),
+            ncols=min(len(names), 7),
+            handlelength=1.1,
+            handletextpad=0.5,
+            columnspacing=1.0,
+        )
+
+
+#: A layer of stacked bars: its name, its colour, and its height over some steps.
+Layer = tuple[str, str, Callable[[Sequence[StepRecord]], float]]
+
+
+def stacked(axes: "Axes", records: Sequence[StepRecord], layers: Sequence[Layer]) -> None:
+    """A bar a step of ``layers``, one on the other; steps are taken in blocks where they are many."""
+    block = math.ceil(len(records) / _MOST_BARS)
+    blocks = [records[start : start + block] for start in range(0, len(records), block)]
+    places = [mean([record.step for record in part]) for part in blocks]
+    floor = [0.0] * len(blocks)
+    width = block * (0.82 if len(blocks) <= _MOST_DOTS else 1.0)
+    for name, colour, height in layers:
+        heights = [height(part) for part in blocks]
+        axes.bar(places, heights, bottom=floor, width=width, color=colour, label=name, linewidth=0)
+        floor = [below + height for below, height in zip(floor, heights, strict=True)]
+    axes.margins(x=0.02)
+
+
+def svg_of(name: str, draw: Callable[["Axes"], None], x_label: str, height_points: int = _HEIGHT_POINTS) -> str:
+    """Run ``draw`` on fresh axes and return the picture as SVG for inclusion in a page."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise PacelineError("a report needs matplotlib; pip install 'paceline[report]'") from None
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH_POINTS / 72, height_points / 72), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel(x_label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        draw(axes)
+        left, right = axes.get_xlim()
+        if right - left < 2:  # a single step: keep its point or bar from filling the picture
+            axes.set_xlim((left + right) / 2 - 2.5, (left + right) / 2 + 2.5)
+        sink = io.StringIO()
+        figure.savefig(sink, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _for_a_page(sink.getvalue(), name)
+
+
+def _for_a_page(svg: str, name: str) -> str:
+    """Strip the XML head, make ids unique on the page, take size and font from the page, colours from its variables."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<(metadata|style).*?</\1>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg.strip()
