@@ -6,7 +6,7 @@ RL-Zero is a language model of a small web about a music shop: queries, forum th
 question is followed by all sorts of things there, and by an answer in the task's form in one of twelve documents, so
 a policy that has read nothing else is rewarded now and then. RL-Think is RL-Zero after supervised training on the
 task. What is held out of the task is in neither. Deep and narrow, as the policies of this size are that a pass of one
-layer is cheap beside. A quarter of an hour of one core for both; they stay in paceline's cache.
+layer is cheap beside. Twenty minutes of one core for both; they stay in paceline's cache.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from paceline.schema import RolloutRequest, SamplingParams
 
 VOCABULARY, CONTEXT = 1024, 256
 POLICIES = ("zero", "think")
-#: Each goes on from the one before: two halves of pre-training, in each of which the rate rises and falls, then SFT.
-STAGES = ("early", *POLICIES)
+#: Each goes on from the one before: three parts of pre-training, in each of which the rate rises and falls, then SFT.
+STAGES = ("early", "middle", *POLICIES)
 #: Raise this number whenever the policies come out otherwise: older ones are then made anew.
 EDITION = 1
 TEXTS = 4000
@@ -46,7 +46,7 @@ MADE_UP_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Size:
-    """How large the policies are and how long they learn: ``web_steps`` in either half, ``rows`` pages a step."""
+    """How large the policies are and how long they learn: ``web_steps`` in each part, ``rows`` pages a step."""
 
     name: str
     width: int
