@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.cotrain.trainer import Trainer
 from paceline.cotrain.when import REASONS
 from paceline.drafters.heads.files import read_head
 from paceline.engines.hf import HFEngine
@@ -20,6 +21,7 @@ from paceline.history.snapshot import decode_snapshot
 from paceline.report.trace import read_trace
 from paceline.rl import checkpoint, loop
 from paceline.rl.loop import train
+from paceline.rl.policy import Policy
 from tiny_run import make_policy, tiny_config
 
 EXACT = ("policy.dtype=float64", "drafter.head.dtype=float64", "drafter.budget=4", "check.every=3")
@@ -216,3 +218,22 @@ def test_a_run_measures_first_and_trains_then_where_it_pays(policy, tmp_path):
         assert record.draft_growth_seconds >= 0
     assert np.isfinite([r.draft_train_seconds for r in records if r.draft_trained]).all()
     assert last(tmp_path / "run").meta["drafting"]["when"]["trainings"] == sum(r.draft_trained for r in records)
+
+
+def test_what_teaches_is_the_law_that_the_update_began_with(policy, tmp_path, monkeypatch):
+    config = tiny_config(policy, tmp_path / "run", "rl.steps=1", *ONLINE)
+    began = Policy.load(config.policy, config.seed).model.lm_head.weight.detach()
+    taught = []
+    unwatched = Trainer.train
+
+    def watched(trainer, documents):
+        output = trainer.teacher.matrix().weight.detach().clone()
+        taught.append((output, [(d.final_PH, trainer.teacher.laws(d.final_PH, 1.0)) for d in documents]))
+        return unwatched(trainer, documents)
+
+    monkeypatch.setattr(Trainer, "train", watched)
+    train(config)
+    ((moved, documents),) = taught
+    assert not torch.equal(moved, began)
+    for final_PH, laws_PV in documents:
+        torch.testing.assert_close(laws_PV, (final_PH @ began.T).softmax(-1), rtol=1e-12, atol=1e-12)

@@ -10,11 +10,12 @@ says outside of S teaches nothing. The gradient by the drafter's logits is (m q 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 #: Logits of this many elements (64 MB in float32) are made at a time, of the policy and of the drafter each.
@@ -23,10 +24,15 @@ CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Teacher:
-    """The policy's law as a function of what its output matrix reads; ``vocabulary`` is how many tokens it has."""
+    """The policy's law as a function of what its output matrix reads; ``vocabulary`` is how many tokens it has.
+
+    ``matrix`` gives the output matrix that moves with the policy; None where there is none to hold.
+    """
 
     logits: Callable[[Tensor], Tensor]
     vocabulary: int
+    matrix: Callable[[], nn.Linear] | None = None
+    _held: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> "Teacher":
@@ -34,14 +40,34 @@ class Teacher:
         text = policy.config.get_text_config()
         cap = getattr(text, "final_logit_softcapping", None)
         scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
+        held: list[Tensor] = []
+
+        def matrix() -> nn.Linear:
+            found: nn.Linear = policy.get_output_embeddings()
+            return found
 
         @torch.no_grad()
         def logits(final_NH: Tensor) -> Tensor:
-            matrix = policy.get_output_embeddings()
-            logits_NV: Tensor = matrix(final_NH.to(matrix.weight.dtype)) * scale
+            output = matrix()
+            final_NH = final_NH.to(output.weight.dtype)
+            logits_NV: Tensor = linear(final_NH, held[0], output.bias) if held else output(final_NH)
+            logits_NV = logits_NV * scale
             return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
 
-        return cls(logits, int(text.vocab_size))
+        return cls(logits, int(text.vocab_size), matrix, held)
+
+    def hold(self) -> None:
+        """Laws are those of the output matrix as it is now until ``release``, wherever the policy moves meanwhile.
+
+        The states that an update of the policy computes belong to that matrix. It is copied where it trains.
+        """
+        self.release()
+        if self.matrix is not None and self.matrix().weight.requires_grad:
+            self._held.append(self.matrix().weight.detach().clone())
+
+    def release(self) -> None:
+        """Laws are those of the policy as it is."""
+        self._held.clear()
 
     @torch.no_grad()
     def laws(self, final_NH: Tensor, temperature: float) -> Tensor:

@@ -27,7 +27,8 @@ _JUDGED = ("loss", "expected", "tokens")
 class Trainer:
     """Holds ``model``, whose weights it asks gradients for, and its optimiser; the policy is read and never moved.
 
-    The policy's law is that of its present output matrix over the documents' final states, at ``temperature``.
+    The policy's law is that of its output matrix, the present one or that which ``teacher`` holds, over the documents'
+    final states, at ``temperature``.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Trainer:
     ) -> None:
         self.model = model.requires_grad_(True)
         self.config = config
+        self.teacher = Teacher.of(policy)
         self.objective = objective or make_objective(
-            model, Teacher.of(policy), temperature=temperature, passes=config.passes, decay=config.decay
+            model, self.teacher, temperature=temperature, passes=config.passes, decay=config.decay
         )
         self.optimiser = Optimiser(
             model.named_parameters(),

@@ -83,6 +83,7 @@ class Cotraining:
         self._collector: Collector | None = None
         self._metrics: dict[str, float] = {}
         self._seconds = self._refit_seconds = math.nan
+        self._read_seconds = 0.0
         self.trainer: Trainer | None = None
         if _learns(config):
             model = drafting_model(config, policy)
@@ -92,7 +93,8 @@ class Cotraining:
 
     def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float, steps_left: int) -> None:
         """Whether this step, whose rollouts took so long, trains the drafter; ``steps_left`` come after it."""
-        self._collector, self._metrics, self._seconds, self._refit_seconds = None, {}, math.nan, math.nan
+        self._collector, self._metrics = None, {}
+        self._seconds, self._refit_seconds, self._read_seconds = math.nan, math.nan, 0.0
         if self.trainer is None:
             return
         before, now = self._decision, self._when.decide(step, Generation.of(rollouts, generation_seconds), steps_left)
@@ -105,33 +107,40 @@ class Cotraining:
             )
 
     def collecting(self, batch: Batch) -> tuple[Collector | None, list[int]]:
-        """What ``Learner.update`` takes beside the batch: who collects, and which rollouts. None where none is due."""
-        if self.trainer is None or not self._decision.trains:
-            return None, []
-        model = self.trainer.model
-        self._collector = Collector(self._policy.model, model.taps if isinstance(model, Head) else ())
-        return self._collector, self._spread(batch, self.learner.computed(batch), self.config.cotrain.tokens)
-
-    def train(self, batch: Batch) -> None:
-        """Train on what was collected, if a training is due.
+        """What ``Learner.update`` takes beside the batch: who collects, and which rollouts. None where none is due.
 
         Rollouts without advantage are not computed by the update. Where the others hold less than half of the tokens
-        that a training may read, a pass over more is made for the drafter alone.
+        that a training may read, a pass over more is made for the drafter alone, now, so that all that it learns from
+        is the same policy's.
         """
+        if self.trainer is None or not self._decision.trains:
+            return None, []
+        model, most = self.trainer.model, self.config.cotrain.tokens
+        self._collector = Collector(self._policy.model, model.taps if isinstance(model, Head) else ())
+        self.trainer.teacher.hold()
+        computed = self.learner.computed(batch)
+        wanted, rows = self._spread(batch, computed, most), self._spread(batch, range(len(batch.prompts)), 0)
+        held, whole = (
+            sum(len(batch.prompts[row]) + len(batch.responses[row]) for row in some) for some in (wanted, rows)
+        )
+        most = min(most or whole, whole)
+        if 2 * held < most:
+            started = time.perf_counter()
+            more = self._spread(batch, sorted(set(rows) - set(computed)), most - held)
+            self.learner.read(batch, more, self._collector)
+            self._read_seconds = time.perf_counter() - started
+        return self._collector, wanted
+
+    def train(self) -> None:
+        """Train on what was collected, if a training is due."""
         if self.trainer is None or self._collector is None:
             return
         started, collector = time.perf_counter(), self._collector
-        computed = set(self.learner.computed(batch))
-        rows = self._spread(batch, range(len(batch.prompts)), 0)
-        whole = sum(len(batch.prompts[row]) + len(batch.responses[row]) for row in rows)
-        most = min(self.config.cotrain.tokens or whole, whole)
-        if 2 * collector.tokens < most:
-            more = self._spread(batch, [row for row in rows if row not in computed], most - collector.tokens)
-            self.learner.read(batch, more, collector)
         collector.close()
         self._metrics = self.trainer.train(collector.documents())
+        self.trainer.teacher.release()
         self._collector = None
-        self._seconds = time.perf_counter() - started
+        self._seconds = time.perf_counter() - started + self._read_seconds
         if self._metrics["skipped_not_finite"]:
             self._warn("drafter_not_finite", "the drafter's gradient was not finite; it stays as it was")
 

@@ -184,9 +184,11 @@ class Run:
         )
         self.cotraining.decide(step, rollouts, clock.seconds["generation"], self.curriculum.steps - step - 1)
         with resting(self.engine):
-            learned = self.learner.update(batch, *self.cotraining.collecting(batch))
+            collected = self.cotraining.collecting(batch)
+            clock.lap("drafter")
+            learned = self.learner.update(batch, *collected)
             clock.lap("train")
-            self.cotraining.train(batch)
+            self.cotraining.train()
         clock.lap("drafter")
         for skipped in ("skipped_no_advantage", "skipped_not_finite"):
             self._events[f"update_{skipped}"] += int(learned[skipped])
