@@ -15,6 +15,8 @@ from paceline.drafters.base import PolicyTraits
 from paceline.engines.hf import HFEngine
 from paceline.engines.vllm import workarounds
 from paceline.forward.runner import WeightsError
+from paceline.report.metrics import budget_metrics
+from paceline.schema import EngineStats
 from trained_heads import trained_head
 from vllm_engines import VOCABULARY, requests, running, save_tiny
 
@@ -119,7 +121,9 @@ def halves(weight, heads=2):
 def test_acceptance_in_vllm_is_the_reference_engine_s(model, heads, tmp_path):  # field K6, G2, G6
     trained, stale = heads
     path = write_head(stored_head(trained, policy="tiny", version=1), tmp_path / "trained")
-    wanted = reference(model, path).generate(greedy("ours"))
+    ours = reference(model, path)
+    wanted = ours.generate(greedy("ours"))
+    depths = budget_metrics(EngineStats(), ours.stats(), 1.0)["depth_acceptance"]
     wanted_law = kept(reference(model, path, "rejection").generate(sampled("ours")))
     assert kept(wanted)[:, 0].mean() > 0.2
 
@@ -137,8 +141,11 @@ def test_acceptance_in_vllm_is_the_reference_engine_s(model, heads, tmp_path):  
         assert rpc("paceline_stale", "drafter") == [[]]
         assert engine.stats().drafter_version == 1
 
+        counted = engine.stats()
         now = engine.generate(greedy("trained"))
         assert unlike(wanted, now) < 0.01
+        # vLLM tests its drafts beyond the end of a response too.
+        assert budget_metrics(counted, engine.stats(), 1.0)["depth_acceptance"] == pytest.approx(depths, abs=0.03)
         assert kept(now).mean(0)[0] > 2 * before[0]
         law = kept(engine.generate(sampled("theirs")))
         assert len(law) == len(wanted_law) == 48

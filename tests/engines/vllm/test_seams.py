@@ -201,7 +201,8 @@ def test_statistics_that_are_read() -> None:
     assert list(inspect.signature(StatLoggerBase.record).parameters)[1:3] == ["scheduler_stats", "iteration_stats"]
     assert {"num_running_reqs", "spec_decoding_stats"} <= set(SchedulerStats.__dataclass_fields__)
     assert hasattr(IterationStats(), "num_preempted_reqs")
-    assert {"num_drafts", "num_draft_tokens", "num_accepted_tokens"} <= set(SpecDecodingStats.__dataclass_fields__)
+    read = {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"}
+    assert read <= set(SpecDecodingStats.__dataclass_fields__)
 
 
 def test_statistics_go_to_a_logger_that_is_added() -> None:
