@@ -57,6 +57,21 @@ FROZEN = {
     "cache prune": ["snapshot", "--out", "--window", "--max-tokens", "--older-than", "--json"],
     "cache export": ["snapshot", "--tokenizer", "--json"],
     "cache merge": ["snapshots", "--out", "--json"],
+    "draft train": [
+        "config",
+        "overrides",
+        "--out",
+        "--rollouts",
+        "--prompts",
+        "--samples",
+        "--epochs",
+        "--batch",
+        "--held-out",
+        "--schedule",
+        "--resume",
+        "--overwrite",
+        "--json",
+    ],  # fmt: skip
     "draft export": ["run_or_head", "--out", "--format", "--taps", "--policy", "--tokens", "--json"],
 }
 
