@@ -71,7 +71,7 @@ FROZEN = {
         "--resume",
         "--overwrite",
         "--json",
-    ],  # fmt: skip
+    ],
     "draft export": ["run_or_head", "--out", "--format", "--taps", "--policy", "--tokens", "--json"],
 }
 
