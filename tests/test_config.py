@@ -251,6 +251,11 @@ def test_what_vllm_cannot_draft_with_is_refused_before_it_starts(kind):
     assert f"drafter.kind: '{kind}' must be eagle3, mtp or history where engine.kind is vllm, or set hf" in message
 
 
+@pytest.mark.parametrize("key", ["drafter.head.width", "drafter.draft_model.width"])
+def test_trees_are_refused_where_the_engine_verifies_chains_only(key):
+    assert f"{key}: 4 must be 1 where engine.kind is vllm" in refusal(None, "engine.kind=vllm", f"{key}=4")
+
+
 # Bad files
 
 

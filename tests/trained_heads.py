@@ -37,7 +37,7 @@ def trained_head(
     """A head of ``kind`` and ``config`` after so many updates on all of the rollouts."""
     counts = np.bincount(np.concatenate([rollout.tokens for rollout in rollouts]), minlength=policy.config.vocab_size)
     head = make_head(kind, HeadConfig(**config), policy, seed=1, counts=counts)
-    trainer = Trainer(head, policy, CotrainConfig(lr=3e-3, passes=2), temperature=1.0)
+    trainer = Trainer(head, policy, CotrainConfig(lr=3e-3, passes=2, updates=1), temperature=1.0)
     learnt = documents(policy, head, rollouts)
     for _ in range(updates):
         trainer.train(learnt)

@@ -183,6 +183,10 @@ class Config(Section):
         require(inside, "drafter.kind", self.drafter.kind, "another: it drafts inside vLLM, so set engine.kind=vllm")
         ours = self.engine.kind == "hf" or self.drafter.kind not in ("block", "hybrid")
         require(ours, "drafter.kind", self.drafter.kind, "eagle3, mtp or history where engine.kind is vllm, or set hf")
+        for key in ("draft_model", "head"):
+            width = getattr(self.drafter, key).width
+            fits = width == 1 or self.engine.kind == "hf"
+            require(fits, f"drafter.{key}.width", width, "1 where engine.kind is vllm, which verifies chains only")
         require(bool(self.tasks), "tasks", self.tasks, "at least one task")
         n, seed, longest = self.sampling.n, self.sampling.seed, self.sampling.max_tokens
         require(n == 1, "sampling.n", n, "left out of a run: rl.group_size says how many samples a prompt gets")

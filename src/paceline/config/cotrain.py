@@ -10,15 +10,15 @@ class CotrainConfig(Section):
     """How the model that drafts follows the policy, on the hidden states that the policy's training computes anyway.
 
     ``when``: ``never``, at ``every`` so many steps, or whenever it ``pays``: when the tokens per pass that its drift
-    costs are dearer than the seconds that training takes. A training takes ``updates`` optimiser steps over at most
-    ``tokens`` tokens of the step's rollouts (0: all), ``microbatch_tokens`` at a time. ``passes`` is the depth of
-    training-time test and ``decay`` the weight of each pass over the one before it; ``schedule`` ends at 0 after
-    ``schedule_steps`` updates if it is ``cosine``.
+    costs are dearer than the seconds that training takes. A training reads at most ``tokens`` tokens of the step's
+    rollouts (0: all), ``microbatch_tokens`` at a time, and takes ``updates`` optimiser steps, each on a part of them.
+    ``passes`` is the depth of training-time test and ``decay`` the weight of each pass over the one before it;
+    ``schedule`` ends at 0 after ``schedule_steps`` updates if it is ``cosine``.
     """
 
     when: Literal["never", "every", "pays"] = "pays"
     every: int = 1
-    updates: int = 1
+    updates: int = 4
     tokens: int = 16384
     microbatch_tokens: int = 4096
     passes: int = 3
