@@ -103,13 +103,18 @@ class HybridDrafter:
             live.standing.expect(0.0 if draft is None or draft.probs is None else float(draft.probs.sum()))
         asked = self._whom_to_ask(request_ids)
         self._plant([name for name in asked if self._live[name].joins], said)
+        started, read = self._clock(), self.model.reading_seconds()
         drawn = {draft.request_id: draft for draft in self._ask(asked, budget)}
         for name in asked:
             if name not in drawn or (name in said and said[name].length != drawn[name].length):
                 self._live[name].merged = None
             elif drawn[name].laws is not None:
                 said.pop(name, None)
-        return list((said | drawn | self._merge(said, drawn, budget)).values())
+        merged = self._merge(said, drawn, budget)
+        if asked:
+            read = self.model.reading_seconds() - read
+            self._asking.was_asked(len(asked), max(self._clock() - started - read, 0.0), self._clock())
+        return list((said | drawn | merged).values())
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Tokens were emitted; what each part was right about is learned."""
@@ -215,12 +220,10 @@ class HybridDrafter:
         model = self.model.inner
         if self.config.extend and isinstance(model, Guided):
             model.guide(self._guided)
-        started, read = self._clock(), self.model.reading_seconds()
-        drafts = self.model.propose(names, budget)
+        # All that a depth of the model makes known is laid on the tree, and leaves cost no pass.
+        drafts = self.model.propose(names, budget * (getattr(model, "width", 1) if self.coupled else 1))
         for draft in drafts:
             self._live[draft.request_id].is_asked = True
-        seconds = self._clock() - started - (self.model.reading_seconds() - read)
-        self._asking.was_asked(len(names), max(seconds, 0.0), self._clock())
         return drafts
 
     # One tree of two drafts

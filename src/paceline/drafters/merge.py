@@ -1,6 +1,7 @@
 """Drafts of one request from history and from a model, laid on one another: equal beginnings are the same nodes."""
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -41,11 +42,11 @@ class Blend:
     def __init__(self) -> None:
         self._trials: Floats = np.zeros(_LEVELS * _LEVELS)
         self._errors: Floats = np.zeros(_LEVELS * _LEVELS)
+        self._refresh()
 
     def share(self, opinion: Opinion) -> float:
         """The corrected probability."""
-        error = self._errors[opinion.cell] / (self._trials[opinion.cell] + _PRIOR_TRIALS)
-        return min(max(opinion.prior + float(error), _LEAST), _MOST)
+        return min(max(opinion.prior + self._shifts[opinion.cell], _LEAST), _MOST)
 
     def learn(self, lessons: Sequence[tuple[Opinion, bool]]) -> None:
         """Tokens that were tested, and whether each of them was said."""
@@ -57,11 +58,16 @@ class Blend:
         self._errors *= _FADE
         np.add.at(self._trials, cells, 1.0)
         np.add.at(self._errors, cells, errors)
+        self._refresh()
 
     def loosen(self) -> None:
         """Policy or model moved: what was learned counts half."""
         self._trials /= 2
         self._errors /= 2
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._shifts: list[float] = (self._errors / (self._trials + _PRIOR_TRIALS)).tolist()
 
 
 def opinion_of(claims: tuple[float, float], told: tuple[float | None, float | None]) -> Opinion:
@@ -73,10 +79,10 @@ def opinion_of(claims: tuple[float, float], told: tuple[float | None, float | No
     for side in (HISTORY, MODEL):
         claim, whole = claims[side], told[side]
         if claim == claim:
-            levels[side] = 2 + len(_REST_BOUNDS) + sum(claim >= bound for bound in _CLAIM_BOUNDS)
+            levels[side] = 2 + len(_REST_BOUNDS) + bisect(_CLAIM_BOUNDS, claim)
         elif whole is not None:
             rest = max(1.0 - whole, 0.0)
-            levels[side] = 1 + sum(rest >= bound for bound in _REST_BOUNDS)
+            levels[side] = 1 + bisect(_REST_BOUNDS, rest)
             rests.append(rest)
     prior = max(claim for claim in claims if claim == claim)
     if rests:
