@@ -137,13 +137,14 @@ def test_text_that_only_resembles_a_number_is_no_number(text):
     [
         (
             "drafter.kind=histroy",
-            "must be one of none, prompt_lookup, history, draft_model, forced, ngram, suffix, eagle3, mtp, block, hybrid; "
-            "got 'histroy'; did you mean history?",
+            "must be one of none, prompt_lookup, history, draft_model, forced, ngram, suffix, eagle3, mtp, block, "
+            "hybrid; got 'histroy'; did you mean history?",
         ),
         ("policy.dtype=int4", "must be one of float32, float64, bfloat16; got 'int4'"),
         (
             "drafter.kind=false",
-            "must be one of none, prompt_lookup, history, draft_model, forced, ngram, suffix, eagle3, mtp, block, hybrid; got False",
+            "must be one of none, prompt_lookup, history, draft_model, forced, ngram, suffix, eagle3, mtp, block, "
+            "hybrid; got False",
         ),
         ("sampling.logprobs=Raw", "must be one of processed, raw; got 'Raw'; did you mean raw?"),
     ],

@@ -41,7 +41,9 @@ def documents(policy):
 
 
 def trainer_of(policy, model=None, **settings):
-    return Trainer(model or head_of(policy), policy.model, CotrainConfig(**({"lr": 1e-2, "updates": 1} | settings)), 1.0)
+    return Trainer(
+        model or head_of(policy), policy.model, CotrainConfig(**({"lr": 1e-2, "updates": 1} | settings)), 1.0
+    )
 
 
 def copies(trainer):
