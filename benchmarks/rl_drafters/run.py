@@ -49,7 +49,7 @@ class Plan:
     overrides: tuple[str, ...] = ()
     depths: tuple[int, ...] = cells.DEPTHS
     batches: tuple[int, ...] = cells.BATCHES
-    steps: tuple[int, ...] = (2, 5, 8, 11)
+    steps: tuple[int, ...] = (11, 15, 19, 23)
     decay_depth: int = 3
 
     def recording(self, name: str, speed: str) -> Recording:
