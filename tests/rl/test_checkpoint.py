@@ -204,9 +204,7 @@ def test_a_marker_that_points_outside_is_refused(tmp_path):
     hashes = json.loads((path / "COMPLETE").read_text())
     secret = tmp_path / "secret.blob"
     secret.write_bytes(b"secret")
-    (path / "COMPLETE").write_text(
-        json.dumps(hashes | {"../secret.blob": xxhash.xxh3_64_hexdigest(b"secret")})
-    )
+    (path / "COMPLETE").write_text(json.dumps(hashes | {"../secret.blob": xxhash.xxh3_64_hexdigest(b"secret")}))
     assert checkpoint.load_latest(tmp_path, Events()).step == 1
 
 
