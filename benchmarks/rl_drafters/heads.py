@@ -27,7 +27,7 @@ STARTS: tuple[Start, ...] = ("random", "in-domain")
 
 
 #: How a head learns before the run: on what the starting policy says to prompts that the run does not use.
-FULL = Schooling(prompts=192, samples=4, epochs=6, batch=16)
+FULL = Schooling(prompts=256, samples=4, epochs=12, batch=16)
 QUICK = Schooling(prompts=2, samples=2, epochs=1, batch=2, held_out=0.5)
 
 
