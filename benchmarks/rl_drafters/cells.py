@@ -44,10 +44,15 @@ class Cell:
 
 
 def all_cells(batch: int, depths: Sequence[int] = DEPTHS) -> list[Cell]:
-    """Plain decoding first and last, so that the noise of the machine shows; adaptive budgets at the largest depth."""
-    heads = [(start, adapted) for start in ("in-domain", "random") for adapted in (True, False)]
-    fixed = [Cell(batch, depth, start, adapted) for start, adapted in heads for depth in depths]
-    adaptive = [Cell(batch, max(depths), start, adapted, "adaptive") for start, adapted in heads]
+    """Every depth with an in-domain start, the one in the middle with a random one, adaptive budgets at the largest.
+
+    Plain decoding is first and last, so that the noise of the machine shows.
+    """
+    middle = depths[len(depths) // 2]
+    fixed = [Cell(batch, depth, "in-domain", adapted) for adapted in (True, False) for depth in depths]
+    fixed += [Cell(batch, middle, "random", adapted) for adapted in (True, False)]
+    starts: tuple[Start, ...] = ("in-domain", "random")
+    adaptive = [Cell(batch, max(depths), start, True, "adaptive") for start in starts]
     return [Cell(batch), *fixed, *adaptive, Cell(batch)]
 
 

@@ -65,7 +65,7 @@ def test_every_cell_decodes_the_recorded_tokens(done):
     result = result_of(plan, "think-4")
     recorded = sum(len(row.tokens) for row in plan.recording("think", "run").rows(1))
     drafting = [cell for cell in result["cells"] if cell["cell"]["depth"]]
-    assert len(drafting) == 2 * 2 * (2 + 1)
+    assert len(drafting) == 2 * 2 + 2 + 2
     for cell in result["cells"]:
         assert (cell["tokens"], cell["unlike"], cell["rollouts"]) == (recorded, 0, 4)
     assert all(cell["drafted"] for cell in drafting if cell["cell"]["budget"] == "fixed")
