@@ -19,6 +19,7 @@ from paceline.simulate.drafters import drafter_by_name
 from tiny_models import VOCABULARY, tiny
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "ngramrl"
+SCRIPTS = ("cells", "run", "limit", "speed", "pretrain_qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,11 @@ def scripts():
     """Its scripts as modules; they import each other as the ones beside them."""
     sys.path.insert(0, str(FOLDER))
     try:
-        return {name: importlib.import_module(name) for name in ("cells", "run", "limit", "speed", "pretrain_qwen3")}
+        return {name: importlib.import_module(name) for name in SCRIPTS}
     finally:
         sys.path.remove(str(FOLDER))
+        for name in SCRIPTS:  # other experiments have scripts of the same names
+            sys.modules.pop(name, None)
 
 
 def test_every_workload_meets_every_family_in_one_configuration(scripts):

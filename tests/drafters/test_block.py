@@ -226,7 +226,7 @@ def test_a_head_drafts_as_it_was_trained():  # field K6
     ]
     policy = tiny()
     head = head_of(policy)
-    trainer = Trainer(head, policy, CotrainConfig(lr=2e-2, decay=1.0), temperature=0.0)
+    trainer = Trainer(head, policy, CotrainConfig(updates=1, lr=2e-2, decay=1.0), temperature=0.0)
     for _ in range(100):
         trainer.train(documents)
     assert trainer.objective.update == 99  # other anchors were drawn each time
