@@ -6,8 +6,9 @@ its rollouts of other prompts; the rollouts of all sides should be equal. `bfcl_
 (`benchmarks/traces`) is replayed, what was said there being what is emitted; SmolLM2-135M with the adapter of
 `examples/adapters` computes the hidden states along it, and its EAGLE-3 head was trained on epoch 0, so epochs 1 to 3
 count. `chinook_tiny1M_diverse`: another recorded run, whose policy is not at hand; a draft model of two layers was
-trained on epochs 0 and 1, so epochs 2 to 7 count. The noise of a recorded run is not known, so there the model drafts
-greedily. All that is trained is trained here, in some minutes of one core, and nothing is said about time.
+trained on epochs 0 and 1, so it takes part from epoch 2 on. The noise of a recorded run is not known, so there the
+model drafts greedily. All that is trained is trained here, in some minutes of one core, and nothing is said about time.
+Beside history the model drafts three children a node: leaves cost it no pass.
 
     OMP_NUM_THREADS=1 python benchmarks/hybrid.py [--traces sql-1m bfcl_smollm2 chinook_tiny1M_diverse] [--quick]
 """
@@ -15,7 +16,6 @@ greedily. All that is trained is trained here, in some minutes of one core, and 
 import argparse
 import json
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.config import BudgetConfig, CotrainConfig, HeadConfig, HybridConfig, PolicyConfig
+from paceline.config import BudgetConfig, CotrainConfig, HeadConfig, PolicyConfig
 from paceline.cotrain.documents import Document
 from paceline.cotrain.taps import Collector
 from paceline.cotrain.trainer import Trainer
@@ -52,14 +52,6 @@ def traits(policy, vocabulary):
     return PolicyTraits(
         vocabulary_size=vocabulary, run_seed=0, eos_ids=() if policy is None else policy.eos_ids, acceptance="coupled"
     )
-
-
-def sides(make_model):
-    """Each side's drafter, made when it is wanted; beside history the model drafts leaves too, which cost no pass."""
-    memory = Settings(patient=True)
-    yield "history", HistoryDrafter(memory, salt=0)
-    yield "model", make_model(1)
-    yield "hybrid", HybridDrafter(HistoryDrafter(memory, salt=0), make_model(3), HybridConfig())
 
 
 # Heads
@@ -173,29 +165,62 @@ def sql(quick):
     wanted = [requests(numbered[:prompts], epoch, samples) for epoch in range(epochs)]
     plain, _ = decoded(None, wanted)
     table, model = {}, traits(policy, len(policy.tokenizer))
-    for side, drafter in sides(lambda width: HeadDrafter(head, model, width=width)):
+    memory = Settings(patient=True)
+    drafters = {
+        "history": HistoryDrafter(memory, salt=0),
+        "model": HeadDrafter(head, model),
+        "hybrid": HybridDrafter(HistoryDrafter(memory, salt=0), HeadDrafter(head, model, width=3)),
+    }
+    for side, drafter in drafters.items():
         said, table[side] = decoded(drafter, wanted)
         unlike = sum(a != b for a, b in zip(said, plain, strict=True))
         print(f"sql-1m, {side}: {unlike} of {len(plain)} rollouts unlike plain decoding", file=sys.stderr)
     return table, 0
 
 
-def replayed(drafter, run, states=None):
-    """Tokens a forward by epoch of the recorded steps."""
-    drafter = drafter if states is None else Forced(drafter, states)
-    tokens, forwards = defaultdict(int), defaultdict(int)
-    for step in run:
+class Joined:
+    """History alone while the run is one that the model was trained on, then whatever ``make`` puts around it."""
+
+    def __init__(self, history, make):
+        self.inner, self.make = history, make
+
+    def join(self):
+        self.inner = self.make(self.inner)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def replayed(run, first, make_model, policy=None, states=None):
+    """Tokens a forward by epoch, from epoch ``first`` on; before that a model would be told what it learned from."""
+
+    def around(drafter):
+        if policy is None:
+            return drafter
+        if hasattr(drafter, "attach"):
+            drafter.attach(policy.model)
+        return Forced(drafter, states)
+
+    table = {}
+    for side in SIDES:
+        make = {
+            "history": lambda history: history,
+            "model": lambda _: around(make_model(1)),
+            "hybrid": lambda history: around(HybridDrafter(history, make_model(3))),
+        }[side]
+        drafter = Joined(HistoryDrafter(Settings(patient=True), salt=0), make)
         replay = Replay(drafter, BUDGET)
-        requests = [
-            replace(request, params=SamplingParams(temperature=0.0, max_tokens=len(recorded.tokens) + 1))
-            for request, recorded in zip(step.requests(), step.rollouts, strict=True)
-        ]
-        replay.play(step, requests)
-        count = sum(len(recorded.tokens) for recorded in step.rollouts)
-        epoch = step.rollouts[0].epoch
-        tokens[epoch] += count
-        forwards[epoch] += count / replay.result().tokens_per_forward
-    return {epoch: tokens[epoch] / forwards[epoch] for epoch in tokens}
+        for number, step in enumerate(run):
+            if step.rollouts[0].epoch >= first > run[max(number - 1, 0)].rollouts[0].epoch:
+                drafter.join()
+            requests = [
+                replace(request, params=SamplingParams(temperature=0.0, max_tokens=len(recorded.tokens) + 1))
+                for request, recorded in zip(step.requests(), step.rollouts, strict=True)
+            ]
+            replay.play(step, requests)
+        epochs = replay.result().by_epoch
+        table[side] = {int(epoch): found.tokens_per_forward for epoch, found in epochs.items()}
+    return table
 
 
 def recorded_run(name, quick, known):
@@ -225,8 +250,7 @@ def bfcl(quick):
         # A response of one token is drafted for by its prompt alone, which no document holds.
         assert len(kept) == len(names), "a response of one token"
     model = traits(policy, len(policy.tokenizer))
-    made = sides(lambda width: HeadDrafter(head, model, width=width))
-    return {side: replayed(drafter, run, states) for side, drafter in made}, 1
+    return replayed(run, 1, lambda width: HeadDrafter(head, model, width=width), policy, states), 1
 
 
 def chinook(quick):
@@ -266,7 +290,7 @@ def chinook(quick):
         made.append(DraftModelDrafter(model, traits(None, size), width=width))
         return made[-1]
 
-    return {side: replayed(drafter, run) for side, drafter in sides(draft_model)}, 2
+    return replayed(run, 2, draft_model), 2
 
 
 TRACES = {"sql-1m": sql, "bfcl_smollm2": bfcl, "chinook_tiny1M_diverse": chinook}
