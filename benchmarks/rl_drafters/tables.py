@@ -130,18 +130,19 @@ def draw_decay(results: dict[str, dict[str, Any]], path: Path) -> None:
 
     from paceline.simulate.plot import COLOURS, STYLE
 
+    starts = sorted({cell["cell"]["start"] for result in results.values() for cell in result["cells"]})
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.5 + 4.5 * len(results), 3.6), layout="constrained")
         panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
         for axes, (title, result) in zip(panels, results.items(), strict=True):
-            for place, cell in enumerate(result["cells"]):
+            for cell in result["cells"]:
                 how, values = cell["cell"], tokens_by_step(cell)
                 name = f"{how['start']}, {'online' if how['is_adapted'] else 'frozen'}"
                 axes.plot(
                     list(values),
                     list(values.values()),
                     label=name,
-                    color=COLOURS[place // 2],
+                    color=COLOURS[starts.index(how["start"])],
                     linestyle="-" if how["is_adapted"] else "--",
                 )
             axes.set_title(title, fontsize=11)
@@ -149,6 +150,7 @@ def draw_decay(results: dict[str, dict[str, Any]], path: Path) -> None:
             axes.set_ylim(bottom=1)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         panels[0].set_ylabel(f"tokens per forward, k = {results[title]['cells'][0]['cell']['depth']}")
-        panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+        panels[-1].legend(lines.values(), lines.keys(), loc="center left", bbox_to_anchor=(1, 0.5))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
