@@ -205,6 +205,16 @@ def test_a_slow_drafter_is_not_even_asked():
     assert later["speedup"] > 0.97
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_drafts_that_take_time_are_tried_on_every_row_before_they_are_judged(rows):
+    # A head: drafting costs most of a plain pass, verification little, and four tokens in five are accepted.
+    bench = Bench(lambda rows, tokens: 0.011 + 0.0003 * tokens, rows=rows, accept=0.8, claim=0.8, propose=0.01)
+    first = next(plan for plan in (bench.one_pass() for _ in range(8)) if plan.kind == "draft")
+    assert first.verified >= rows
+    bench.run(100)
+    assert bench.run(300)["speedup"] > 1.05
+
+
 def test_an_empty_draft_costs_what_asking_costs_and_only_while_that_is_little():  # field J7
     class Silent(Bench):
         def drafts(self):

@@ -59,9 +59,10 @@ class BudgetController:
     whole batch compete by calibrated probability (``Calibrator``) for the n that gives the most tokens a second
     (``allocate``). Where drafting has lost against plain decoding, proposing included, the bucket of row counts is
     switched off, and probed while the probes' losses stay below ``config.probe_share`` of its time. Row counts that
-    were never decoded plainly are, twice; token counts never measured are approached by doubling. The time that a
-    drafter reads a text for the first time is spread over the passes that follow (``Loan``); to a probe, after which
-    nothing may follow, it counts whole.
+    were never decoded plainly are, twice; token counts never measured are approached by doubling, from an eighth of
+    the rows on, or from all of them where drafting itself takes time. The time that a drafter reads a text for the
+    first time is spread over the passes that follow (``Loan``); to a probe, after which nothing may follow, it counts
+    whole.
 
     ``stats`` receives the counters. With mode ``fixed`` every offered node is verified and only the counters are kept.
     An engine that prepares itself for every new shape of a pass ``warms_up``: the first pass of each bucket of drafted
@@ -208,7 +209,9 @@ class BudgetController:
         if not self.prunes:
             return Allocation(nodes.split(np.arange(len(nodes))), len(nodes), float(probs_N.sum()))
         rows, ledger = plan.rows, self._ledger(plan.rows)
-        within = max(1, rows // 8, 2 * self.table.most_drafted)
+        # Drafts that took time were made for all rows: fewer nodes than rows could never pay for them.
+        dear = plan.propose_seconds > self.config.margin * self.table.seconds(rows, rows)
+        within = max(1, rows if dear else rows // 8, 2 * self.table.most_drafted)
         most = min(most, within, len(nodes))
         cost = self.table.curve(rows, plan.extra + most)[plan.extra :]
         # A probe may accept nothing; what it would lose then must be covered.
