@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline.budget.controller import BudgetController
 from paceline.budget.ledger import Loan
@@ -156,17 +157,46 @@ def test_what_was_read_is_written_off_in_equal_parts_and_whole():
 def test_a_paced_drafter_hears_what_a_second_is_worth():
     fixed = Bench(COSTS["memory"], config=BudgetConfig(mode="fixed"))
     bench = Bench(COSTS["memory"], rows=8, accept=0.9, noise=0.0, config=BudgetConfig(margin=0.1))
-    assert bench.controller.pace(8) == 0
+    assert bench.controller.pace(8, 16) == (0, 0)
     for each in (fixed, bench):
         each.run(2)
     plain = 8 / COSTS["memory"](8, 8)
-    assert (fixed.controller.pace(8), bench.controller.pace(8)) == (0, pytest.approx(1.1 * plain, rel=1e-6))
+    assert fixed.controller.pace(8, 16) == (0, 0)
+    assert bench.controller.pace(8, 16)[0] == pytest.approx(1.1 * plain, rel=1e-6)
     bench.run(150)
     seconds, emitted = bench.seconds, bench.emitted
     bench.run(100)
     rate = (bench.emitted - emitted) / (bench.seconds - seconds)
     assert rate > 3 * plain
-    assert bench.controller.pace(8) == pytest.approx(rate, rel=0.1)
+    assert bench.controller.pace(8, 16)[0] == pytest.approx(rate, rel=0.1)
+
+
+def test_a_paced_drafter_hears_what_verifying_a_node_takes():
+    bench = Bench(COSTS["mixed"], rows=8, accept=0.9, noise=0.0)
+    bench.run(100)
+    assert bench.stats.tokens_expected > 8 * 100
+    assert bench.controller.pace(8, 8)[1] == pytest.approx(0.002, rel=0.1)
+
+
+def test_a_paced_drafter_is_asked_for_no_more_than_may_be_verified_which_doubles():
+    bench = Bench(COSTS["memory"], rows=8, accept=0.9, claim=0.9, noise=0.0)
+    bench.run(2)
+    asked = []
+    for _ in range(6):
+        asked.append(bench.controller.deepest(8, 7))
+        plan = bench.controller.open(8)
+        plan.propose_seconds = 0.001
+        drafts = bench.controller.choose(plan, [draft_of(d, asked[-1]) for d in bench.drafts()], most=1024)
+        accepted = [np.arange(len(draft.tokens)) for draft in drafts]
+        seconds = bench.cost(8, 8 + plan.verified)
+        bench.controller.close(plan, accepted, [False] * len(accepted), emitted=8 + plan.verified, seconds=seconds)
+    assert asked == [1, 2, 4, 7, 7, 7]
+    fixed = Bench(COSTS["memory"], config=BudgetConfig(mode="fixed"))
+    assert fixed.controller.deepest(8, 7) == 7
+
+
+def draft_of(draft, length):
+    return replace(draft, tokens=draft.tokens[:length], probs=draft.probs[:length])
 
 
 @pytest.mark.parametrize("claim", [None, 0.9])
@@ -321,7 +351,7 @@ def test_what_was_learned_survives_a_checkpoint_and_damage_is_refused():
         {k: v for k, v in ledger.items() if k not in ("tokens", "seconds")} for ledger in state["ledgers"].values()
     ]
     fresh.load_state(state | {"ledgers": dict(zip(state["ledgers"], older, strict=True))})
-    assert fresh.pace(8) > 0
+    assert fresh.pace(8, 16)[0] > 0
     before = fresh.state()
     for damaged in ({}, state | {"ledgers": {"x": {}}}, state | {"ledgers": {"8": {"unknown": 1}}}):
         with pytest.raises((KeyError, TypeError, ValueError)):

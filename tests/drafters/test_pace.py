@@ -88,6 +88,24 @@ def test_the_rows_that_go_deeper_are_the_set_that_brings_most():
     assert pacer.deeper([], 2).tolist() == []
 
 
+def test_what_verifying_takes_counts_as_what_drafting_takes():
+    drafting, verifying = Pacer(), Pacer()
+    for _ in range(10):
+        drafting.add(4, 0.010 + 4 * 0.003)
+        drafting.add(8, 0.010 + 8 * 0.003)
+        verifying.add(4, 0.010 + 4 * 0.001)
+        verifying.add(8, 0.010 + 8 * 0.001)
+    reached = [0.9, 0.05, 0.6, 0.3]
+    drafted = set()
+    for rate in (5.0, 40.0, 80.0, 120.0, 200.0, 1000.0):
+        drafting.pace(rate)
+        verifying.pace(rate, 0.001)
+        deeper = drafting.deeper(reached, 2).tolist()
+        assert verifying.deeper(reached, 2, width=2).tolist() == deeper
+        drafted.add(tuple(deeper))
+    assert len(drafted) > 2
+
+
 def drafter_of(deeper=lambda rows: 1.0, **options):
     drafter = DraftModelDrafter(tiny(seed=9), traits(), **options)
     return drafter, Clock(drafter, 1.0, deeper)

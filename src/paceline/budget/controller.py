@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.budget.allocate import Allocation, Floats, Indices, Nodes, allocate, best, pruned
 from paceline.budget.calibrate import Calibrator
-from paceline.budget.ledger import Ledger, Loan
+from paceline.budget.ledger import FIRST_CREDIT, Ledger, Loan
 from paceline.budget.steptime import StepTimeTable, bucket
 from paceline.config import BudgetConfig
 from paceline.schema import Draft, EngineStats
@@ -99,18 +99,23 @@ class BudgetController:
                 kind = "probe" if ledger.may_probe and covered else "plain"
         return Plan(kind, rows)
 
-    def pace(self, rows: int) -> float:
-        """What a second is worth to a batch of ``rows`` decoding rows, in tokens of all of them together.
+    def deepest(self, rows: int, budget: int) -> int:
+        """How many of ``budget`` nodes a row to ask for where drafts take time: no more than may be verified."""
+        return min(budget, -(-self._within(rows, is_dear=True) // rows)) if self.prunes else budget
 
-        The rate of plain decoding with ``config.margin`` on it, or that of drafting where it is higher: what a second
-        more of drafting brings must beat what the batch emits anyway. 0 with mode ``fixed`` and before plain passes
-        were measured.
+    def pace(self, rows: int, budget: int) -> tuple[float, float]:
+        """What a second is worth to a batch of ``rows`` decoding rows, and what one node more takes of it.
+
+        The first, in tokens of all rows together, is the rate of plain decoding with ``config.margin`` on it, or that
+        of drafting where it is higher: what a second more of drafting brings must beat what the batch emits anyway.
+        The second, in seconds, is the mean over up to ``budget`` nodes a row. Both are 0 with mode ``fixed`` and before
+        plain passes were measured.
         """
         if not self.prunes or not self.table.knows_plain(rows):
-            return 0.0
-        plain, ledger = rows / self.table.seconds(rows, rows), self._ledger(rows)
+            return 0.0, 0.0
+        cost, ledger = self.table.curve(rows, rows * budget), self._ledger(rows)
         drafting = ledger.tokens / ledger.seconds if ledger.is_judged and ledger.seconds else 0.0
-        return max(plain * (1 + self.config.margin), drafting)
+        return max(rows / float(cost[0]) * (1 + self.config.margin), drafting), float(np.diff(cost[1:]).mean())
 
     def choose(
         self, plan: Plan, drafts: Sequence[Draft], *, most: int, extra: int = 0, weights: Floats | None = None
@@ -189,10 +194,10 @@ class BudgetController:
             ledger.wait = min(max(int(lost / max(self.config.probe_share, 1e-6)), _LEAST_WAIT), _LONGEST_WAIT)
 
     def refit(self) -> None:
-        """The policy moved: what was learned about acceptance counts half, and every bucket may be probed at once."""
+        """The policy moved: what was learned counts half, and every bucket may be probed at once."""
         self.calibrator.loosen()
         for ledger in self._ledgers.values():
-            ledger.wait = 0
+            ledger.loosen()
 
     def state(self) -> dict[str, Any]:
         """What was learned, for a checkpoint: plain numbers. The table is not part of it."""
@@ -209,10 +214,8 @@ class BudgetController:
         if not self.prunes:
             return Allocation(nodes.split(np.arange(len(nodes))), len(nodes), float(probs_N.sum()))
         rows, ledger = plan.rows, self._ledger(plan.rows)
-        # Drafts that took time were made for all rows: fewer nodes than rows could never pay for them.
-        dear = plan.propose_seconds > self.config.margin * self.table.seconds(rows, rows)
-        within = max(1, rows if dear else rows // 8, 2 * self.table.most_drafted)
-        most = min(most, within, len(nodes))
+        is_dear = plan.propose_seconds > self.config.margin * self.table.seconds(rows, rows)
+        most = min(most, self._within(rows, is_dear=is_dear), len(nodes))
         cost = self.table.curve(rows, plan.extra + most)[plan.extra :]
         # A probe may accept nothing; what it would lose then must be covered.
         covered = cost[0] * (1 + max(ledger.credit, 0.0)) - plan.propose_seconds
@@ -224,6 +227,13 @@ class BudgetController:
             plan.kind = "probe"
             found = best(nodes, probs_N, min(max(rows // 4, 1), payable), weights)
         return found
+
+    def _within(self, rows: int, *, is_dear: bool) -> int:
+        """How many nodes may be tried at most, given what was measured so far.
+
+        Drafts that took time were made for all rows: fewer nodes than rows could never pay for them.
+        """
+        return max(1, rows if is_dear else rows // 8, 2 * self.table.most_drafted)
 
     def _judge(self, rows: int, own: Ledger) -> Ledger:
         """The ledger to go by: the bucket's own, or that of a bucket nearby until it has one."""
@@ -237,7 +247,9 @@ class BudgetController:
         return self._ledgers[min(near)[1]] if near else own
 
     def _ledger(self, rows: int) -> Ledger:
-        return self._ledgers.setdefault(bucket(rows), Ledger())
+        # What other buckets have lost to learn that drafting does not pay is not lost once more in each new one.
+        left = min((ledger.credit for ledger in self._ledgers.values()), default=math.inf)
+        return self._ledgers.setdefault(bucket(rows), Ledger(credit=min(left, FIRST_CREDIT)))
 
     def _count(self, plan: Plan, emitted: int, seconds: float, is_clean: bool) -> None:
         stats, drafted, rows = self._stats, plan.verified, plan.rows

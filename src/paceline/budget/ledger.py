@@ -10,7 +10,7 @@ _NEVER = 1e18
 #: A drafter whose cheapest of two asks lost so many plain passes is not asked until it is judged.
 _DEAR = 2.0
 #: Plain passes' worth of time that a bucket may lose to learn that drafting does not pay.
-_FIRST_CREDIT = 1.0
+FIRST_CREDIT = 1.0
 #: Drafted passes before the first plain one for comparison.
 _FIRST_PLAIN_EVERY = 8
 
@@ -30,7 +30,7 @@ class Ledger:
     least: float = _NEVER
     tokens: float = 0.0
     seconds: float = 0.0
-    credit: float = _FIRST_CREDIT
+    credit: float = FIRST_CREDIT
     wait: int = 0
     since_plain: int = 0
     plain_every: int = _FIRST_PLAIN_EVERY
@@ -43,6 +43,13 @@ class Ledger:
         self.least = min(self.least, lost)
         self.tokens = self.tokens * _FADE + tokens
         self.seconds = self.seconds * _FADE + seconds
+
+    def loosen(self) -> None:
+        """Policy or drafter moved: what was seen counts half, but still suffices to judge; a probe may come at once."""
+        share = max(0.5, min(1.0, _JUDGED / self.passes)) if self.passes else 1.0
+        for name in ("passes", "lost", "squares", "tokens", "seconds"):
+            setattr(self, name, getattr(self, name) * share)
+        self.wait = 0
 
     @property
     def is_judged(self) -> bool:

@@ -102,8 +102,11 @@ class Learned(Protocol):
 class Paced(Protocol):
     """What a drafter offers whose drafts take time, so that it stops where a deeper one does not pay."""
 
-    def pace(self, tokens_per_second: float) -> None:
-        """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
+    def pace(self, tokens_per_second: float, node_seconds: float = 0.0) -> None:
+        """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole.
+
+        ``node_seconds`` is what it takes the policy to verify one drafted node more.
+        """
 
 
 #: Takes a request, what is drafted for it so far, and the token and claim that the drafter would go on with; names the

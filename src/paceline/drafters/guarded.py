@@ -85,11 +85,16 @@ class GuardedDrafter:
         if isinstance(inner, Observer):
             self.attempt(lambda: inner.observe(seen))
 
-    def pace(self, tokens_per_second: float) -> None:
-        """What a second is worth now; of use where drafts of ``inner`` take time."""
+    @property
+    def is_paced(self) -> bool:
+        """Whether drafts of ``inner`` take time."""
+        return isinstance(self.inner, Paced)
+
+    def pace(self, tokens_per_second: float, node_seconds: float = 0.0) -> None:
+        """What a second is worth now, and what verifying a node takes of it; for an ``inner`` that drafts in time."""
         inner = self.inner
         if isinstance(inner, Paced):
-            self.attempt(lambda: inner.pace(tokens_per_second))
+            self.attempt(lambda: inner.pace(tokens_per_second, node_seconds))
 
     def reading_seconds(self) -> float:
         """Seconds in which ``inner`` caught up on texts; it counts from 0 again where another took over."""

@@ -146,10 +146,13 @@ class HybridDrafter:
         self.history.on_weights(version)
         self.model.on_weights(version)
 
-    def pace(self, tokens_per_second: float) -> None:
-        """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
+    def pace(self, tokens_per_second: float, node_seconds: float = 0.0) -> None:
+        """What a second is worth now, in tokens of the whole batch, and what verifying a node takes of it.
+
+        With 0 drafts are wanted whole.
+        """
         self._asking.cost.pace(tokens_per_second)
-        self.model.pace(tokens_per_second)
+        self.model.pace(tokens_per_second, node_seconds)
 
     def fresh(self) -> "HybridDrafter":
         """Another of the same settings with nothing in flight; PacelineError where a part cannot be made anew."""

@@ -26,14 +26,16 @@ class Pacer:
     def __init__(self) -> None:
         #: What a second is worth, in tokens of the whole batch; 0 where drafts are wanted whole.
         self.rate = 0.0
+        #: What it takes to verify one node more.
+        self.node_seconds = 0.0
         self._trials = np.zeros((_DEPTHS, _CLAIMS))
         self._hits = np.zeros((_DEPTHS, _CLAIMS))
         #: Faded sums over measurements: their number, rows, squared rows, seconds, rows * seconds.
         self._sums = np.zeros(5)
 
-    def pace(self, tokens_per_second: float) -> None:
-        """Set what a second is worth."""
-        self.rate = tokens_per_second
+    def pace(self, tokens_per_second: float, node_seconds: float = 0.0) -> None:
+        """Set what a second is worth, and what verifying a node takes of it."""
+        self.rate, self.node_seconds = tokens_per_second, node_seconds
 
     def share(self, depth: int, claim: float) -> float:
         """The probability that a node of this depth (1: the first) and claim is accepted once its parent was."""
@@ -84,9 +86,13 @@ class Pacer:
         per_row = min(max(slope, 0.0), seconds / rows)
         return max((seconds - per_row * rows) / count, 0.0), per_row
 
-    def deeper(self, reached: Sequence[float], depth: int) -> Indices:
-        """Which rows go on to ``depth``; ``reached[n]`` is the probability that row n's draft holds so far."""
-        return self.worth(np.asarray(reached, dtype=np.float64) * self.expected(depth))
+    def deeper(self, reached: Sequence[float], depth: int, width: int = 1) -> Indices:
+        """Which rows go on to ``depth``; ``reached[n]`` is the probability that row n's draft holds so far.
+
+        Each of them brings ``width`` nodes more, which are to be verified.
+        """
+        tokens_N = np.asarray(reached, dtype=np.float64) * self.expected(depth)
+        return self.worth(tokens_N - self.rate * self.node_seconds * width)
 
     def worth(self, tokens_N: Floats) -> Indices:
         """The rows that are worth it, ascending, where each should bring so many tokens.

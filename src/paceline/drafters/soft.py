@@ -146,7 +146,7 @@ class SoftDrafter(ABC, Generic[R]):
             if self.pacer.rate > 0:
                 for index in going:
                     growing[index].reached *= self.pacer.share(depth, growing[index].row.claims[-1])
-                chosen = self.pacer.deeper([growing[index].reached for index in going], depth + 1)
+                chosen = self.pacer.deeper([growing[index].reached for index in going], depth + 1, self.width)
                 going = [going[n] for n in chosen]
             if going:
                 started = self._clock()
@@ -183,9 +183,12 @@ class SoftDrafter(ABC, Generic[R]):
         self._version = version
         self.pacer.loosen()
 
-    def pace(self, tokens_per_second: float) -> None:
-        """What a second is worth now, in tokens of the whole batch; 0 where drafts are wanted whole."""
-        self.pacer.pace(tokens_per_second)
+    def pace(self, tokens_per_second: float, node_seconds: float = 0.0) -> None:
+        """What a second is worth now, in tokens of the whole batch, and what verifying a node takes of it.
+
+        With 0 drafts are wanted whole.
+        """
+        self.pacer.pace(tokens_per_second, node_seconds)
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over weights made for ``version`` of the policy; nothing that was cached with others is used again.

@@ -158,7 +158,9 @@ class Scheduler:
             self._stats.drafts_asked += len(shares)
             read = drafter.reading_seconds()
             self._observed.show(drafter, [share.row for share in drafting])
-            drafter.pace(self.controller.pace(plan.rows))
+            if drafter.is_paced:
+                budget = self.controller.deepest(plan.rows, budget)
+                drafter.pace(*self.controller.pace(plan.rows, budget))
             for draft in drafter.propose(list(shares), budget):
                 share = shares.get(draft.request_id)
                 if share is None or draft.length != share.row.total or draft.version != version:
