@@ -120,7 +120,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
     """One prompt to answer. Requests of one ``group`` are siblings: they share a prompt, which ``prompt_key`` names.
 
-    With ``speculate`` false nothing is drafted for it.
+    With ``speculate`` false nothing is drafted for it. ``begun`` is what was said before it was cut short, as the
+    rollout of its abort: the response goes on from there, and what was said keeps its log-probabilities and versions.
     """
 
     request_id: str
@@ -129,6 +130,7 @@ class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
     group: str = ""
     prompt_key: str = ""
     speculate: bool = True
+    begun: "Rollout | None" = None
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
@@ -320,6 +322,14 @@ class StepRecord(msgspec.Struct, kw_only=True):
     draft_read_seconds: float = math.nan
     draft_refit_seconds: float = math.nan
     draft_gain_seconds: float = math.nan
+    ages: list[int] = []
+    importance_mean: float = math.nan
+    importance_max: float = math.nan
+    importance_beyond: float = math.nan
+    effective_samples: float = math.nan
+    exposed_generation_seconds: float = math.nan
+    exposed_training_seconds: float = math.nan
+    idle_shares: dict[str, float] = {}
     identity: str = "not checked"
     lossy: list[str] = []
     eval_reward: float = math.nan

@@ -14,6 +14,7 @@ import msgspec
 
 from paceline import typed_yaml
 from paceline.config.base import Section, require
+from paceline.config.cluster import ClusterConfig as ClusterConfig
 from paceline.config.cotrain import CotrainConfig as CotrainConfig
 from paceline.config.drafter import HEADS as HEADS
 from paceline.config.drafter import HISTORIES as HISTORIES
@@ -92,6 +93,13 @@ class RLConfig(Section):
 
     ``scale_rewards`` divides advantages by the group's deviation. ``normalise`` picks the loss denominator: all
     response tokens of the step (``token``), or the mean over sequences of their token means (``sequence``).
+
+    With ``max_age_steps`` K > 0 generation runs ahead of training: what step s learns from was begun by weights of
+    version s - K or newer. ``in_flight`` says what becomes of requests when newer weights come: ``wait`` samples what
+    belongs to step s wholly by version max(0, s - K), so tokens never depend on the clock; ``keep`` loads at once and
+    goes on; ``abort`` cuts them, and what they have said so far is carried over. ``importance`` weighs what older
+    weights sampled: per ``token``, per ``sequence``, ``none``, or ``auto``, which is ``token`` where K > 0. Weights
+    above ``importance_limit`` are set to it (``truncate``) or to 0 (``mask``).
     """
 
     steps: int = 0
@@ -113,6 +121,11 @@ class RLConfig(Section):
     overlong_penalty: float = 1.0
     eval_every: int = 0
     reward_seconds: float = 10.0
+    max_age_steps: int = 0
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    importance: Literal["auto", "none", "token", "sequence"] = "auto"
+    importance_limit: float = 2.0
+    importance_beyond: Literal["truncate", "mask"] = "truncate"
 
     def __post_init__(self) -> None:
         for key in ("epochs", "prompts_per_step", "group_size", "inner_updates", "microbatch_tokens"):
@@ -124,6 +137,9 @@ class RLConfig(Section):
             require(getattr(self, key) > 0, key, getattr(self, key), "> 0")
         for key in ("lr", "weight_decay", "kl_coef", "overlong_penalty", "reward_seconds"):
             require(math.isfinite(getattr(self, key)), key, getattr(self, key), "finite")
+        require(self.max_age_steps >= 0, "max_age_steps", self.max_age_steps, ">= 0 (0 is synchronous)")
+        limit = self.importance_limit
+        require(limit >= 1, "importance_limit", limit, ">= 1 (.inf is none): what is on policy has weight 1")
         require(self.clip_low < 1, "clip_low", self.clip_low, "below 1: a ratio of 1 - clip_low must stay positive")
 
 
@@ -162,6 +178,7 @@ class Config(Section):
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     rl: RLConfig = msgspec.field(default_factory=RLConfig)
     cotrain: CotrainConfig = msgspec.field(default_factory=CotrainConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     check: CheckConfig = msgspec.field(default_factory=CheckConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
 
@@ -235,6 +252,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "drafter",
     "budget",
     "cotrain",
+    "cluster",
     "check",
     "checkpoint",
     "rl.steps",
