@@ -273,6 +273,21 @@ def reaching(depths: Iterable[int]) -> tuple[int, ...]:
     return tuple(np.bincount(list(depths) or [0])[::-1].cumsum()[-2::-1].tolist())
 
 
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """What a role (``learner``, ``worker-0``, ..) was doing from ``start`` (seconds since the epoch) for ``seconds``.
+
+    ``doing`` is ``decode``, ``load``, ``idle``, ``wait``, ``logprob``, ``train``, ``drafter``, ``publish``, ``save``..;
+    ``step`` is the training step that the learner was at, -1 where the role does not know.
+    """
+
+    role: str
+    doing: str
+    start: float
+    seconds: float
+    step: int = -1
+    version: int = -1
+
+
 class StepRecord(msgspec.Struct, kw_only=True):
     """The metrics of one training step, one line of ``metrics.jsonl``. Definitions: ``paceline.report.definitions``."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from paceline.schema import EngineStats, Rollout, RolloutRequest
+from paceline.schema import Span as Span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,21 +24,6 @@ class Order(msgspec.Struct, kw_only=True, eq=False):
     group: str
     version: int
     requests: list[RolloutRequest]
-
-
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """What a role (``learner``, ``worker-0``, ..) was doing from ``start`` (seconds since the epoch) for ``seconds``.
-
-    ``doing`` is ``decode``, ``load``, ``idle``, ``wait``, ``logprob``, ``train``, ``drafter``, ``publish``, ``save``..;
-    ``step`` is the training step that the learner was at, -1 where the role does not know.
-    """
-
-    role: str
-    doing: str
-    start: float
-    seconds: float
-    step: int = -1
-    version: int = -1
 
 
 @dataclass(frozen=True)
