@@ -17,13 +17,15 @@ class Order(msgspec.Struct, kw_only=True, eq=False):
     """The requests of one group: one prompt, visited for training step ``step``.
 
     ``version`` is that of the weights which may sample it: with ``rl.in_flight`` wait exactly this one, else this one
-    or a newer one.
+    or a newer one. ``begun`` is the oldest version that may have sampled any of it: whoever hands out the first of its
+    requests sets it.
     """
 
     step: int
     group: str
     version: int
     requests: list[RolloutRequest]
+    begun: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,11 @@ class Fleet(Protocol):
         PacelineError, one line, where the fleet can do nothing more.
         """
 
-    def publish(self, weights: Weights) -> None:
-        """Newer weights; ``rl.in_flight`` says what becomes of requests in flight."""
+    def publish(self, weights: Weights) -> float:
+        """Newer weights; ``rl.in_flight`` says what becomes of requests in flight.
+
+        Everything is copied before it returns. Gives the seconds that went into the drafter's part, 0 where unknown.
+        """
 
     def stats(self) -> EngineStats:
         """Counters over all workers since the fleet was built, those of lost workers included."""
