@@ -43,7 +43,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch_kl",
         "nats",
-        "Mean KL estimate per token between the log-probabilities of the sampler and of the trainer, same weights.",
+        "Mean KL estimate per token between the log-probabilities of the sampler and of the trainer before its update: "
+        "rounding where the weights are the same, and drift where the rollouts are older.",
     ),
     Metric("reward_errors", "rollouts", "Rollouts whose reward raised or ran out of time; their reward is 0."),
     Metric("truncated", "", "Share of rollouts that ended at the length limit."),
@@ -132,6 +133,42 @@ METRICS: tuple[Metric, ...] = (
         "not. NaN where the engine does not know.",
     ),
     Metric(
+        "ages",
+        "rollouts",
+        "Entry a: rollouts of age a, which is the step less the version of their oldest token, as step s learns by "
+        "version s. Empty where it was not recorded.",
+    ),
+    Metric(
+        "importance_mean",
+        "",
+        "Mean importance weight over the tokens that were corrected, cut at the limit. NaN where none was corrected.",
+    ),
+    Metric("importance_max", "", "Greatest importance weight, before it was cut. NaN where none was corrected."),
+    Metric("importance_beyond", "", "Share of tokens whose importance weight was above the limit."),
+    Metric(
+        "effective_samples",
+        "",
+        "(sum of importance weights)^2 / (tokens x sum of their squares): 1 where all weigh the same.",
+    ),
+    Metric(
+        "exposed_generation_seconds",
+        "s",
+        "Time of the step in which the learner waited for rollouts; a synchronous run waits for all of the generation.",
+    ),
+    Metric(
+        "exposed_training_seconds",
+        "s",
+        "Time in which a worker had nothing to decode while the learner worked, mean over the workers.",
+    ),
+    Metric("overlap_share", "", "Share of the step in which the learner and at least one worker were busy at once."),
+    Metric(
+        "idle_shares",
+        "",
+        "By role, share of the step in which it did nothing or waited, mean over its processes: `learner`, `worker`..",
+    ),
+    Metric("groups_waiting", "groups", "Groups that were complete at the end of the step and that no step had used."),
+    Metric("workers_up", "workers", "Rollout workers that were up at the end of the step; 0 without workers on Ray."),
+    Metric(
         "identity",
         "",
         "Whether the tokens of the checked batch equal those of plain decoding: " + ", ".join(IDENTITIES) + ".",
@@ -157,3 +194,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("token_sources", "tokens", "Tokens by where they came from: the policy's own sample, or who drafted them."),
     Metric("events", "", "Named faults and fallbacks of the step, with their counts."),
 )
+
+#: Events of runs with workers: what a name stands for.
+EVENTS: dict[str, str] = {
+    "worker_lost": "A rollout worker's process ended; another one took its place.",
+    "worker_hung": "A rollout worker showed no progress for `cluster.hang_seconds` and was replaced.",
+    "requests_retried": "Requests of a lost worker that were decoded again, with the same noise.",
+    "rollouts_late": "Rollouts of a worker that was believed dead, dropped because another one has them.",
+    "history_batches_dropped": "Batches of rollouts that did not reach the history of other workers in time.",
+    "broadcast_fell_back": "Weights that could not be broadcast and went through Ray's object store.",
+    "weights_by_object": "Weights that went through Ray's object store as there was no shared memory for them.",
+}
