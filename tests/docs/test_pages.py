@@ -6,8 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
-from paceline.config import TaskConfig, known_keys
+from paceline.config import TaskConfig, dump_config, known_keys, load_config
 from paceline.report.definitions import METRICS
 from paceline.rl.tasks import make_task
 
@@ -78,3 +79,9 @@ def test_the_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys:
     visits = re.findall(r"([\d.]+) tokens a forward$", capsys.readouterr().out, re.MULTILINE)
     assert len(visits) == 3
     assert float(visits[2]) > float(visits[0]), "history makes the later visits need fewer forwards"
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.yaml")))
+def test_every_example_is_a_run_whose_settings_are_honoured(example: str) -> None:
+    config = load_config(ROOT / "examples" / example)
+    assert yaml.safe_load(dump_config(config))["out"] == f"runs/{Path(example).stem}"
