@@ -11,7 +11,7 @@ from paceline.schema import Rollout, RolloutRequest
 APART = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """One prompt that was visited: what was ordered, what came back, how it was judged (None: not yet)."""
 
@@ -42,11 +42,11 @@ class Group:
 class Schedule:
     """Groups run ahead of training by at most ``max_age`` versions; version s is what step s begins with.
 
-    The groups of curriculum step s are admitted once version s - ``max_age`` is there. With ``exact`` step t learns from
-    its own groups. Else it learns from the complete ones, those that were admitted first going first; but from each
-    whose oldest token is of version t - ``max_age`` or older, for which it waits. That is always possible, and no group
-    is ever too old: what version v - or an older one - has begun was admitted for steps up to v + ``max_age``, so when
-    step t = v + ``max_age`` comes, the steps before it have learned from all but at most its own number of groups.
+    The groups of curriculum step s are admitted once version s - ``max_age`` is there. With ``exact`` step t learns
+    from its own groups. Else it learns from complete ones, those with the oldest tokens first. A group whose oldest
+    token is of version v is due at step v + ``max_age``, and a step waits while what it would leave cannot be taken in
+    time by the steps to come. It never waits in vain: as many groups are left after a step as the next ``max_age``
+    steps take, what is begun later is due later, and the earliest deadline first meets all deadlines.
 
     ``items_of`` gives the prompts of a step, ``requests_of`` the requests of one of them.
     """
@@ -91,11 +91,13 @@ class Schedule:
         if self.exact:
             own = [group for group in self._open if group.order.step == step]
             return own if all(group.is_complete for group in own) else None
-        wanted = len(self._items_of(step))
-        due = [group for group in self._open if group.oldest is not None and group.oldest <= step - self.max_age]
-        chosen = due + [group for group in self._open if group.is_complete and group not in due]
-        chosen = chosen[: max(wanted, len(due))]
-        if len(chosen) < wanted or not all(group.is_complete for group in chosen):
+        complete = [group for group in self._open if group.is_complete]
+        chosen = sorted(complete, key=lambda group: _oldest(group, step))[: len(self._items_of(step))]
+        if len(chosen) < len(self._items_of(step)):
+            return None
+        left = sorted(_oldest(group, step) for group in self._open if group not in chosen)
+        takers = (later for later in range(step + 1, self.steps) for _ in self._items_of(later))
+        if any(later > oldest + self.max_age for later, oldest in zip(takers, left, strict=False)):
             return None
         return [group for group in self._open if group in chosen]
 
@@ -124,3 +126,8 @@ class Schedule:
         requests = self._requests_of(step, item)
         order = Order(step=step, group=requests[0].group, version=version, requests=requests)
         return Group(item, order)
+
+
+def _oldest(group: Group, newest: int) -> int:
+    """The oldest version of the group; what was not begun will be by ``newest`` or later."""
+    return newest if group.oldest is None else group.oldest
