@@ -13,8 +13,9 @@ from torch import Tensor
 from paceline.config import RLConfig
 from paceline.cotrain.taps import Collector
 from paceline.forward.optimiser import Optimiser
-from paceline.rl import grpo, packing
+from paceline.rl import grpo
 from paceline.rl.policy import Policy
+from paceline.rl.ranks import Alone, Ranks
 from paceline.schema import Tokens
 
 _Sums = defaultdict[str, float]
@@ -58,11 +59,12 @@ class Learner:
     """Holds the optimiser. Build it before a checkpoint is loaded: the KL reference is the policy as it is then.
 
     An update is a function of tokens, rewards and weights alone. Rollouts that add no gradient (advantage 0 and no KL
-    penalty) are not computed; the denominators count them all the same.
+    penalty) are not computed; the denominators count them all the same. ``ranks`` are those who share the work.
     """
 
-    def __init__(self, policy: Policy, config: RLConfig, temperature: float) -> None:
+    def __init__(self, policy: Policy, config: RLConfig, temperature: float, ranks: Ranks | None = None) -> None:
         self.policy = policy
+        self.ranks = ranks or Alone()
         self.config = config
         self.temperature = temperature
         self._reference: dict[str, Tensor] | None = None
@@ -142,10 +144,10 @@ class Learner:
         return [row for row in rows if has_gradient[row] and len(batch.responses[row])]
 
     def _parts(self, batch: Batch, rows: Sequence[int]) -> Iterator[list[int]]:
-        """Cut ``rows`` into micro-batches of at most ``microbatch_tokens``, siblings together."""
+        """Micro-batches of at most ``microbatch_tokens``, siblings together: what this rank computes of ``rows``."""
         prompts, responses = [batch.prompts[row] for row in rows], [batch.responses[row] for row in rows]
         trees = self.policy.scorer.trees(prompts, responses, self.config.microbatch_tokens)
-        for part in packing.microbatches(trees, self.config.microbatch_tokens):
+        for part in self.ranks.microbatches(trees, self.config.microbatch_tokens):
             yield [rows[i] for i in part]
 
     def _logprobs(
@@ -171,12 +173,16 @@ class Learner:
         lengths = [len(batch.responses[row]) for row in rows]
         weights = grpo.token_weights(lengths, self.config.normalise)
         weights_by_row = dict(zip(rows, np.split(weights, np.cumsum(lengths)[:-1]), strict=True))
+        own_sums: _Sums = defaultdict(float)
         for part in self._parts(batch, trained):
             logp_ref_N = None
             if self._reference is not None:
                 with torch.no_grad(), self.policy.weights_of(self._reference):
                     logp_ref_N, _ = self._logprobs(batch, part)
             logp_N, entropy_N = self._logprobs(batch, part, collecting)
+            if not part:  # others have a micro-batch more, and reduce its gradient with everybody
+                logp_N.sum().backward()
+                continue
             logp_old_N = torch.cat([old_of[row] for row in part]) if part[0] in old_of else logp_N.detach()
             repeated = np.repeat(advantages_R[part], [len(batch.responses[row]) for row in part])
             loss, own = grpo.policy_loss(
@@ -192,10 +198,12 @@ class Learner:
             loss.backward()
             own |= {"loss": loss.detach(), "entropy": entropy_N.sum(), "computed": torch.tensor(len(logp_N))}
             for name, value in own.items():
-                sums[name] += float(value)
+                own_sums[name] += float(value)
             if batch.engine_logprobs is not None:
                 engine_N = torch.from_numpy(np.concatenate([batch.engine_logprobs[row] for row in part]))
-                sums["mismatch"] += float(grpo.k3(logp_old_N.double().cpu() - engine_N).sum())
+                own_sums["mismatch"] += float(grpo.k3(logp_old_N.double().cpu() - engine_N).sum())
+        for name, value in self.ranks.total(own_sums).items():
+            sums[name] += value
         lr = self.optimiser.lr()
         norm = self.optimiser.step()
         if math.isfinite(norm):
