@@ -110,6 +110,28 @@ def budget_metrics(before: EngineStats, after: EngineStats, generation_seconds: 
     )
 
 
+def age_counts(rollouts: Iterable[Rollout], step: int) -> list[int]:
+    """The metric ``ages``: entry a counts the rollouts whose oldest token was sampled a versions before ``step``.
+
+    ValueError where a token is of a version above ``step``.
+    """
+    ages = [step - int(rollout.versions.min()) for rollout in rollouts if rollout.versions.size]
+    if min(ages, default=0) < 0:
+        raise ValueError(f"step {step} learns from a token of version {step - min(ages)}, which it has yet to make")
+    counts: list[int] = np.bincount(ages).tolist() if ages else []
+    return counts
+
+
+def mean_age(ages: Sequence[int]) -> float:
+    """Mean of the ages that the histogram ``ages`` counts; NaN where it is empty."""
+    return ratio(sum(age * count for age, count in enumerate(ages)), sum(ages))
+
+
+def ran_ahead(record: StepRecord) -> bool:
+    """Whether somebody could decode while the learner worked: workers were up, or rollouts were older than the step."""
+    return record.workers_up > 0 or len(record.ages) > 1
+
+
 def accept_histogram(rollouts: Iterable[Rollout]) -> list[int]:
     """Entry k counts the row-forwards in which exactly k drafted tokens were kept."""
     lengths = [rollout.accept_lengths for rollout in rollouts]

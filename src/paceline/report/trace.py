@@ -1,4 +1,4 @@
-"""The files of a run, one JSON object a line: ``rollouts.jsonl``, ``prompts.jsonl`` and ``metrics.jsonl``.
+"""The files of a run, a JSON object a line: ``rollouts``, ``prompts``, ``metrics`` and ``timeline``, each ``.jsonl``.
 
 A line of ``rollouts.jsonl`` starts with ``epoch, step, prompt_id, sample_idx, reward, tokens``; the other keys are
 optional for a reader. Steps are appended whole and synced to the disk, so a process killed at any moment leaves at most
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.schema import SOURCES, FinishReason, PacelineError, Rollout, StepRecord
+from paceline.schema import SOURCES, FinishReason, PacelineError, Rollout, Span, StepRecord
 
 #: Margins below this are kept in the trace: within it, other rounding of the logits might pick another token.
 NEAR_TIE = 1e-3
@@ -69,6 +69,18 @@ class PromptRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     task: str = ""
     tokens: list[int]
     text: str | None = None
+
+
+class StepSpans(msgspec.Struct, kw_only=True):
+    """The time that a step took, ``seconds`` from ``start`` (seconds since the epoch), and the spans told within it.
+
+    They may reach out of the step: what somebody is still doing at its end is told with a later one.
+    """
+
+    step: int
+    start: float
+    seconds: float
+    spans: list[Span]
 
 
 def trace_row(
@@ -159,10 +171,14 @@ class MetricsWriter(_Writer[StepRecord]):
     """Appends to ``metrics.jsonl``, where NaN is written as null."""
 
 
+class TimelineWriter(_Writer[StepSpans]):
+    """Appends to ``timeline.jsonl``, one step a line."""
+
+
 def truncate_from(path: str | Path, step: int) -> int:
     """Drop every line of ``step`` and later, and a torn last line, in one atomic replacement; returns how many.
 
-    Serves ``rollouts.jsonl`` and ``metrics.jsonl`` before a run resumes. A missing file has nothing to drop.
+    Serves ``rollouts``, ``metrics`` and ``timeline.jsonl`` before a run resumes. A missing file has nothing to drop.
     """
     path = Path(path)
     if not path.exists():
@@ -183,6 +199,11 @@ def read_trace(path: str | Path) -> Iterator[TraceRow]:
 def read_metrics(path: str | Path) -> list[StepRecord]:
     """The steps of ``metrics.jsonl``; null reads back as NaN. TraceError with its number for a line that is broken."""
     return list(_read(StepRecord, Path(path)))
+
+
+def read_timeline(path: str | Path) -> list[StepSpans]:
+    """The steps of ``timeline.jsonl``. TraceError with its number for a line that is broken."""
+    return list(_read(StepSpans, Path(path)))
 
 
 def read_prompts(path: str | Path) -> list[PromptRow]:

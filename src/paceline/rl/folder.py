@@ -9,6 +9,8 @@ from paceline.rl.layout import CHECKPOINTS as CHECKPOINTS
 from paceline.schema import PacelineError
 
 CONFIG, METRICS, ROLLOUTS, PROMPTS = "config.yaml", "metrics.jsonl", "rollouts.jsonl", "prompts.jsonl"
+#: What everyone did, second by second, in a run that has something to overlap.
+TIMELINE = "timeline.jsonl"
 POLICY = "policy"
 #: The policy as an engine that loads from disk gets it; gone when the run ends.
 EXPORT = ".engine-model"
@@ -35,7 +37,7 @@ def claim(out: Path, config: Config, resume: bool, overwrite: bool) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if overwrite and not resume:
-            for name in (METRICS, ROLLOUTS, PROMPTS, "example.json", "report.html"):
+            for name in (METRICS, ROLLOUTS, PROMPTS, TIMELINE, "example.json", "report.html"):
                 (out / name).unlink(missing_ok=True)
             checkpoint.clear(out / CHECKPOINTS)
         write_atomically(stored, dump_config(config).encode())
