@@ -53,7 +53,8 @@ def token_weights(lengths: Sequence[int], normalise: str) -> Floats:
     """The factor of each token in the loss, rollout after rollout; all of them sum to 1.
 
     ``token``: 1 / all tokens (DAPO, equation 8). ``sequence``: 1 / (rollouts x own length), so that each rollout's
-    tokens are averaged first. They belong to the whole update: a part of it computed alone keeps its weights.
+    tokens are averaged first. They belong to the whole update: a part of it computed alone keeps its weights, and so
+    does every other token where importance weighs or masks one.
     """
     lengths_R = np.asarray(lengths, np.int64)
     if normalise == "token":
@@ -80,7 +81,8 @@ def policy_loss(
 
     With rho = exp(new - old): sum_t w_t [ -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
     + kl_coef k3(ref_t - new_t) ]. The sums: ``clipped`` tokens whose gradient the clip took away, ``kl`` to the
-    reference (only where one is given). ``logp_ref_N`` is needed where ``kl_coef`` is not 0.
+    reference (only where one is given). ``logp_ref_N`` is needed where ``kl_coef`` is not 0. ``weights_N`` hold the
+    importance weights too, which are constants.
     """
     ratio_N = (logp_new_N - logp_old_N).exp()
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)

@@ -13,12 +13,16 @@ from torch import Tensor
 from paceline.config import RLConfig
 from paceline.cotrain.taps import Collector
 from paceline.forward.optimiser import Optimiser
-from paceline.rl import grpo
+from paceline.rl import grpo, importance
 from paceline.rl.policy import Policy
 from paceline.rl.ranks import Alone, Ranks
-from paceline.schema import Tokens
+from paceline.schema import PacelineError, Tokens
 
 _Sums = defaultdict[str, float]
+
+
+class BatchError(PacelineError, ValueError):
+    """A batch that does not line up, or lacks what the update asks of it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,9 @@ class Batch:
     """The rollouts of one step. Rollouts with equal ``group_ids`` answer the same prompt.
 
     ``engine_logprobs`` are the processed log-probabilities that the engine sampled with, one array a rollout; they are
-    compared with the trainer's and take no part in the update. None: not compared.
+    compared with the trainer's (None: not compared), and weigh what older weights sampled. ``versions`` says which
+    weights sampled each token, one array a rollout, ``version`` which are updated: a rollout whose versions all equal
+    it is on policy. Raises BatchError where these do not line up.
     """
 
     prompts: Sequence[Tokens]
@@ -34,17 +40,30 @@ class Batch:
     rewards: npt.ArrayLike
     group_ids: Sequence[Hashable]
     engine_logprobs: Sequence[npt.NDArray[np.float64]] | None = None
+    versions: Sequence[Tokens] | None = None
+    version: int = 0
 
     def __post_init__(self) -> None:
         rollouts = len(self.prompts)
-        for name in ("responses", "group_ids"):
-            if len(getattr(self, name)) != rollouts:
-                raise ValueError(f"batch: {len(getattr(self, name))} {name} for {rollouts} prompts")
-        for row, logprobs in enumerate(self.engine_logprobs or ()):
-            if len(logprobs) != len(self.responses[row]):
-                raise ValueError(
-                    f"batch: rollout {row} has {len(self.responses[row])} tokens and {len(logprobs)} engine_logprobs"
+        for name in ("responses", "group_ids", "engine_logprobs", "versions"):
+            values = getattr(self, name)
+            if values is not None and len(values) != rollouts:
+                raise BatchError(f"batch: {len(values)} {name} for {rollouts} prompts")
+        for name in ("engine_logprobs", "versions"):
+            for row, own in enumerate(getattr(self, name) or ()):
+                if len(own) != len(self.responses[row]):
+                    raise BatchError(
+                        f"batch: rollout {row} has {len(self.responses[row])} tokens and {len(own)} {name}"
+                    )
+        for row, versions in enumerate(self.versions or ()):
+            if np.any(versions > self.version):
+                raise BatchError(
+                    f"batch: rollout {row} has tokens of version {versions.max()}, and version {self.version} learns"
                 )
+
+    def stale(self) -> frozenset[int]:
+        """The rollouts of which older weights sampled some token."""
+        return frozenset(row for row, own in enumerate(self.versions or ()) if np.any(own != self.version))
 
 
 @dataclass(frozen=True)
@@ -58,8 +77,9 @@ class _Collecting:
 class Learner:
     """Holds the optimiser. Build it before a checkpoint is loaded: the KL reference is the policy as it is then.
 
-    An update is a function of tokens, rewards and weights alone. Rollouts that add no gradient (advantage 0 and no KL
-    penalty) are not computed; the denominators count them all the same. ``ranks`` are those who share the work.
+    An update is a function of tokens, rewards and weights alone, and of the log-probabilities with which older weights
+    sampled, to ``importance.GRAIN``. Rollouts that add no gradient (advantage 0 and no KL penalty) are not computed;
+    the denominators count them all the same, as they do what importance masks. ``ranks`` are those who share the work.
     """
 
     def __init__(self, policy: Policy, config: RLConfig, temperature: float, ranks: Ranks | None = None) -> None:
@@ -67,6 +87,7 @@ class Learner:
         self.ranks = ranks or Alone()
         self.config = config
         self.temperature = temperature
+        self._rule = importance.rule(config)
         self._reference: dict[str, Tensor] | None = None
         if config.kl_coef:
             if not policy.pristine:
@@ -83,17 +104,24 @@ class Learner:
     ) -> dict[str, float]:
         """Move the policy by ``inner_updates`` optimiser steps on the batch; returns the step's metrics.
 
+        The ratio that is clipped is to the policy at the start of the update. Where ``rl.importance`` asks for it, what
+        a token of a stale rollout adds, its KL penalty included, is multiplied by its importance weight; rollouts on
+        policy have weight 1, whatever rounding says. The weights take no pass of their own. BatchError where the batch
+        does not hold what they are made of.
+
         Means over the computed tokens: ``kl`` (k3, to the reference; NaN without one), ``entropy``, ``clip_fraction``,
-        ``mismatch_kl`` (k3 of KL(engine || trainer); NaN where nothing was compared). Means over the optimiser steps:
-        ``loss``, ``grad_norm`` (before clipping). Counts: ``tokens`` of all rollouts, ``trained_rollouts`` (those with
-        a gradient), optimiser steps ``skipped_no_advantage`` and ``skipped_not_finite``. ``lr`` is that of the last
-        step, or of the next one where none was taken. A ``collector`` gets those of the rollouts ``wanted`` that are
-        computed.
+        ``mismatch_kl`` (k3 of KL(sampler || policy at the start of the update), which is the drift where the sampler
+        was older; NaN where nothing was compared). Over the weighed ones: ``importance.summary``. Means over the
+        optimiser steps: ``loss``, ``grad_norm`` (before clipping). Counts: ``tokens`` of all rollouts,
+        ``trained_rollouts`` (those with a gradient), optimiser steps ``skipped_no_advantage`` and
+        ``skipped_not_finite``. ``lr`` is that of the last step, or of the next one where none was taken. A
+        ``collector`` gets those of the rollouts ``wanted`` that are computed.
         """
         advantages_R = grpo.advantages(batch.rewards, batch.group_ids, self.config.scale_rewards)
         minibatches = self._minibatches(batch)
         active = [self._active(batch, rows, advantages_R) for rows in minibatches]
         collecting = None if collector is None else _Collecting(collector, frozenset(wanted))
+        weighed = self._weighed(batch)
         old_of: dict[int, Tensor] = {}
         for rows in active[1:]:
             # Later steps meet a policy that has moved; their ratio is to the one that sampled.
@@ -104,7 +132,7 @@ class Learner:
         sums: _Sums = defaultdict(float)
         for rows, trained in zip(minibatches, active, strict=True):
             if trained:
-                self._step(batch, rows, trained, advantages_R, old_of, sums, collecting)
+                self._step(batch, rows, trained, advantages_R, old_of, weighed, sums, collecting)
             else:
                 sums["skipped_no_advantage"] += 1
         return self._metrics(batch, active, sums)
@@ -143,6 +171,25 @@ class Learner:
         has_gradient = [bool(self.config.kl_coef or advantage) for advantage in advantages_R]
         return [row for row in rows if has_gradient[row] and len(batch.responses[row])]
 
+    def _weighed(self, batch: Batch) -> frozenset[int]:
+        """The rollouts that importance weighs; BatchError where it is not known how likely their tokens were."""
+        if self._rule is None:
+            return frozenset()
+        if batch.engine_logprobs is None or batch.versions is None:
+            missing = "engine_logprobs" if batch.engine_logprobs is None else "versions"
+            raise BatchError(
+                f"batch: importance weights by {self._rule.level} are made of {missing}, and there are none; pass the "
+                "engine's, or set rl.importance=none"
+            )
+        stale = batch.stale()
+        for row in sorted(stale):
+            if not np.isfinite(batch.engine_logprobs[row]).all():
+                raise BatchError(
+                    f"batch: rollout {row} (group {batch.group_ids[row]}) is of older weights and has tokens without "
+                    "an engine_logprob; set rl.importance=none to learn from it unweighed"
+                )
+        return stale
+
     def _parts(self, batch: Batch, rows: Sequence[int]) -> Iterator[list[int]]:
         """Micro-batches of at most ``microbatch_tokens``, siblings together: what this rank computes of ``rows``."""
         prompts, responses = [batch.prompts[row] for row in rows], [batch.responses[row] for row in rows]
@@ -166,6 +213,7 @@ class Learner:
         trained: Sequence[int],
         advantages_R: grpo.Floats,
         old_of: Mapping[int, Tensor],
+        weighed: frozenset[int],
         sums: _Sums,
         collecting: "_Collecting | None",
     ) -> None:
@@ -174,6 +222,7 @@ class Learner:
         weights = grpo.token_weights(lengths, self.config.normalise)
         weights_by_row = dict(zip(rows, np.split(weights, np.cumsum(lengths)[:-1]), strict=True))
         own_sums: _Sums = defaultdict(float)
+        largest = 0.0
         for part in self._parts(batch, trained):
             logp_ref_N = None
             if self._reference is not None:
@@ -184,12 +233,19 @@ class Learner:
                 logp_N.sum().backward()
                 continue
             logp_old_N = torch.cat([old_of[row] for row in part]) if part[0] in old_of else logp_N.detach()
+            token_weights_N = np.concatenate([weights_by_row[row] for row in part])
+            if not weighed.isdisjoint(part):
+                applied = self._importance(batch, part, weighed, logp_old_N)
+                token_weights_N *= applied.weights_N
+                largest = max(largest, applied.largest)
+                for name, total in applied.sums.items():
+                    own_sums[name] += total
             repeated = np.repeat(advantages_R[part], [len(batch.responses[row]) for row in part])
             loss, own = grpo.policy_loss(
                 logp_N,
                 logp_old_N,
                 torch.from_numpy(repeated).to(logp_N),
-                torch.from_numpy(np.concatenate([weights_by_row[row] for row in part])).to(logp_N),
+                torch.from_numpy(token_weights_N).to(logp_N),
                 self.config.clip_low,
                 self.config.clip_high,
                 self.config.kl_coef,
@@ -202,8 +258,10 @@ class Learner:
             if batch.engine_logprobs is not None:
                 engine_N = torch.from_numpy(np.concatenate([batch.engine_logprobs[row] for row in part]))
                 own_sums["mismatch"] += float(grpo.k3(logp_old_N.double().cpu() - engine_N).sum())
-        for name, value in self.ranks.total(own_sums).items():
-            sums[name] += value
+        for name, total in self.ranks.total(own_sums).items():
+            sums[name] += total
+        if self._rule is not None:
+            sums["largest"] = max(sums["largest"], self.ranks.largest(largest))
         lr = self.optimiser.lr()
         norm = self.optimiser.step()
         if math.isfinite(norm):
@@ -213,6 +271,20 @@ class Learner:
             sums["lr"] = lr
         else:
             sums["skipped_not_finite"] += 1
+
+    def _importance(
+        self, batch: Batch, part: Sequence[int], weighed: frozenset[int], logp_old_N: Tensor
+    ) -> importance.Applied:
+        """The importance weights of the part's tokens; 1 for rollouts that are not ``weighed``."""
+        assert self._rule is not None
+        assert batch.engine_logprobs is not None
+        return importance.apply(
+            self._rule,
+            logp_old_N.double().cpu().numpy(),
+            importance.settled(np.concatenate([batch.engine_logprobs[row] for row in part])),
+            [len(batch.responses[row]) for row in part],
+            [row in weighed for row in part],
+        )
 
     def _metrics(self, batch: Batch, active: Sequence[Sequence[int]], sums: _Sums) -> dict[str, float]:
         computed = sums["computed"]
@@ -228,6 +300,7 @@ class Learner:
             "entropy": mean("entropy"),
             "clip_fraction": mean("clipped") if computed else 0.0,
             "mismatch_kl": mean("mismatch", batch.engine_logprobs is not None),
+            **importance.summary(sums, sums["largest"]),
             "tokens": float(sum(len(response) for response in batch.responses)),
             "trained_rollouts": float(sum(len(trained) for trained in active)),
             "skipped_no_advantage": sums["skipped_no_advantage"],

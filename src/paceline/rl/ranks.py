@@ -15,6 +15,9 @@ class Ranks(Protocol):
     def total(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """The sums over all ranks, by name; a name may be missing on some of them."""
 
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' values."""
+
 
 class Alone:
     """One process that computes everything."""
@@ -26,6 +29,10 @@ class Alone:
     def total(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """The sums as they are."""
         return sums
+
+    def largest(self, value: float) -> float:
+        """The value as it is."""
+        return value
 
 
 def deal(trees: Sequence[packing.Tree], world: int, max_tokens: int) -> list[list[list[int]]]:
