@@ -23,7 +23,7 @@ from paceline.drafters.vocabulary_map import VocabularyMap
 from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
 from paceline.report.folders import put_in_place
 from paceline.rl.checkpoint import Checkpoint
-from paceline.rl.engine import RunEngine, drafts, head_of
+from paceline.rl.engine import drafts, head_of
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.policy import Policy
 from paceline.schema import PacelineError, Rollout
@@ -144,16 +144,19 @@ class Cotraining:
         if self._metrics["skipped_not_finite"]:
             self._warn("drafter_not_finite", "the drafter's gradient was not finite; it stays as it was")
 
-    def refit(self, engine: RunEngine, version: int) -> None:
-        """Give the engine the drafter that was trained in this step, made for the policy's ``version``."""
+    def moved(self, version: int) -> tuple[Mapping[str, Tensor] | None, int]:
+        """The drafter's weights if it was trained in this step, and the policy's version that they are made for."""
+        if not self._trained:
+            return None, self._version
+        self._version = version
+        return self.held()
+
+    def published(self, seconds: float) -> None:
+        """What ``moved`` gave has reached those who decode, which took so long."""
         if not self._metrics:
             return
-        started = time.perf_counter()
-        if self._trained:
-            self._version = version
-            self.load_into(engine)
-        self._refit_seconds = time.perf_counter() - started
-        self._seconds += self._refit_seconds
+        self._refit_seconds = seconds
+        self._seconds += seconds
         self._when.trained(self._seconds, self._metrics["expected"])
 
     def metrics(self) -> DraftMetrics:
@@ -181,17 +184,11 @@ class Cotraining:
         lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
         return spread(lengths, batch.group_ids, most_tokens, rows)
 
-    # The engine and files
+    # Files
 
-    def load_into(self, engine: RunEngine) -> None:
-        """Give the engine the drafter as it is; where it refuses, that is an event, and the run goes on."""
-        weights = self._held if self.trainer is None else self.trainer.weights
-        if not weights:
-            return
-        try:
-            engine.load_drafter_weights(self._version, weights)
-        except PacelineError as error:
-            self._warn("drafter_not_loaded", f"the engine goes on with the drafter that it has: {error}")
+    def held(self) -> tuple[Mapping[str, Tensor] | None, int]:
+        """The drafter's weights as they are, None without any, and the policy's version that they are made for."""
+        return (self._held if self.trainer is None else self.trainer.weights) or None, self._version
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Groups for a checkpoint."""
@@ -203,12 +200,12 @@ class Cotraining:
         """What else a checkpoint holds of it."""
         return {META: {"version": self._version, "when": self._when.state()}}
 
-    def load(self, found: Checkpoint, engine: RunEngine) -> None:
-        """Go on from a checkpoint, in trainer and engine; a drafter that does not fit starts anew, as an event."""
+    def load(self, found: Checkpoint) -> tuple[Mapping[str, Tensor] | None, int]:
+        """Go on from a checkpoint; a drafter that does not fit starts anew, as an event. Returns what ``held`` does."""
         meta = found.meta.get(META, {})
         weights = found.tensors.get(WEIGHTS)
         if weights is None and self.trainer is None:
-            return
+            return self.held()
         try:
             if weights is None:
                 raise PacelineError("the checkpoint holds no drafter")
@@ -221,7 +218,7 @@ class Cotraining:
             self._version = int(meta.get("version", 0))
         except (PacelineError, TypeError, ValueError) as error:
             self._warn("drafter_lost", f"{error}; the drafter starts anew")
-        self.load_into(engine)
+        return self.held()
 
     def _restore(self, trainer: Trainer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor] | None) -> None:
         before = {name: tensor.clone() for name, tensor in trainer.weights.items()}

@@ -44,7 +44,9 @@ class Weights:
 class Report(msgspec.Struct, kw_only=True):
     """What a worker has to say since it was last asked: finished (or aborted) rollouts, its counters, what it did.
 
-    ``passes`` grows while the worker makes progress; ``failure``, one line, says why it can do nothing more.
+    ``passes`` grows while the worker makes progress; ``version`` is -1 until it has weights. ``undelivered``, one line,
+    says why the weights of the last ``load`` did not arrive: whatever came behind them waits until they are sent again.
+    ``failure``, one line, says why it can do nothing more.
     """
 
     rollouts: list[Rollout] = []
@@ -53,6 +55,7 @@ class Report(msgspec.Struct, kw_only=True):
     version: int = 0
     stats: EngineStats | None = None
     spans: list[Span] = []
+    undelivered: str | None = None
     failure: str | None = None
 
 

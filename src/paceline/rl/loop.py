@@ -18,7 +18,7 @@ from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, read_snapshot
 from paceline.report.html import write_report
 from paceline.report.live import Event, Plan
-from paceline.report.metrics import budget_metrics, rollout_metrics, speedup
+from paceline.report.metrics import age_counts, budget_metrics, rollout_metrics, speedup
 from paceline.report.trace import (
     MetricsWriter,
     PromptRow,
@@ -30,9 +30,12 @@ from paceline.report.trace import (
     write_prompts,
 )
 from paceline.rl import checkpoint, folder
-from paceline.rl.curriculum import Curriculum, Item, load_items, rollout_requests
-from paceline.rl.drafting import Cotraining, sentinel
-from paceline.rl.engine import check, drafts, make_engine, projected_plain_seconds, resting
+from paceline.rl.curriculum import Curriculum, Item, load_items
+from paceline.rl.drafting import Cotraining
+from paceline.rl.engine import drafts
+from paceline.rl.fleet import Weights
+from paceline.rl.fleets import make_fleet
+from paceline.rl.generation import Generation
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.learner import Batch, Learner
@@ -96,17 +99,18 @@ class Run:
         grammars = [grammar for grammar in (config.sampling.grammar, *own) if grammar is not None]
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
-        watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
-        self.engine = make_engine(watched, self.policy, out / folder.EXPORT, bool(grammars))
-        self.cotraining = Cotraining(config, self.policy, self.learner, self._warn, tell)
         self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
+        self.fleet = make_fleet(config, self.policy, out, bool(grammars), self._warn)
+        self.generation = Generation(config, self.curriculum, self.fleet, self._judges, self._count)
+        self.cotraining = Cotraining(config, self.policy, self.learner, self._warn, tell)
 
     def close(self) -> None:
         """End the judges' workers and release the engine."""
+        self.generation.close()
         for judge in self._judges.values():
             judge.close()
-        self.engine.close()
+        self.fleet.close()
         shutil.rmtree(self.out / folder.EXPORT, ignore_errors=True)
 
     # Steps
@@ -115,9 +119,9 @@ class Run:
         """Run the steps that are left; after each, the files are complete up to it."""
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
-        self._warn_if("lossy", lossy_run(self.engine.stats().lossy))
+        self._warn_if("lossy", lossy_run(self.fleet.stats().lossy))
         self._warn_if("law_shaped", shaped_law(self._shaping))
-        speculative = getattr(self.engine, "speculative", None)
+        speculative = getattr(getattr(self.fleet, "engine", None), "speculative", None)
         if speculative is not None:
             self.tell(f"vLLM speculates with {', '.join(f'{key}={value}' for key, value in speculative.items())}")
         if self.config.drafter.kind in HISTORIES and why_not():
@@ -148,42 +152,40 @@ class Run:
 
     def _step(self, step: int) -> tuple[StepRecord, list[TraceRow]]:
         config, clock = self.config, Clock()
-        items = self.curriculum.step_items(step)
-        group_size = config.rl.group_size
-        requests = rollout_requests(items, group_size, config.sampling, config.seed, str(step))
-        before = self.engine.stats()
-        rollouts = self.engine.generate(requests)
+        self.generation.admit()
+        before = self.fleet.stats()
+        groups = self.generation.take(step)
         clock.lap("generation")
-        after = self.engine.stats()
+        after = self.fleet.stats()
         decisions = budget_metrics(before, after, clock.seconds["generation"])
-        if drafts(config):
+        if drafts(config) and after.forwards > before.forwards:
             self._warn_if("nothing_drafted", nothing_drafted(step, before, after))
 
-        of_rollout = [item for item in items for _ in range(group_size)]
-        judged, errors = self._judge(of_rollout, rollouts)
+        taken = self.generation.judged(groups)
+        self._tell_errors(taken.errors, len(taken.rollouts))
+        rollouts, of_rollout = taken.rollouts, taken.items
         lengths = [len(rollout.tokens) for rollout in rollouts]
         shaping = overlong_penalty(
             lengths, config.sampling.max_tokens, config.rl.overlong_buffer, config.rl.overlong_penalty
         )
-        rewards = judged + shaping
+        rewards = taken.rewards + shaping
         clock.lap("reward")
 
         identity = None
         if config.check.every and step % config.check.every == 0:
-            identity = check(self.engine, config, requests, rollouts)
+            identity = self.fleet.check(taken.requests, rollouts)
             self._tell_identity(step, identity)
         clock.lap("check")
 
-        version = self.engine.version
         batch = Batch(
             prompts=[item.tokens for item in of_rollout],
             responses=[rollout.tokens for rollout in rollouts],
             rewards=rewards,
-            group_ids=[item.name for item in of_rollout],
+            group_ids=[request.group for request in taken.requests],
             engine_logprobs=[rollout.logprobs for rollout in rollouts],
         )
         self.cotraining.decide(step, rollouts, clock.seconds["generation"], self.curriculum.steps - step - 1)
-        with resting(self.engine):
+        with self.fleet.resting():
             collected = self.cotraining.collecting(batch)
             clock.lap("drafter")
             learned = self.learner.update(batch, *collected)
@@ -192,10 +194,13 @@ class Run:
         clock.lap("drafter")
         for skipped in ("skipped_no_advantage", "skipped_not_finite"):
             self._events[f"update_{skipped}"] += int(learned[skipped])
-        self._warn_if("weights_stale", weights_stale(step, learned["mismatch_kl"], self._shaping, config.policy.dtype))
+        if not config.rl.max_age_steps:  # else the rollouts may be of older weights, and mismatch_kl is how far behind
+            stale = weights_stale(step, learned["mismatch_kl"], self._shaping, config.policy.dtype)
+            self._warn_if("weights_stale", stale)
 
-        self.engine.load_weights(step + 1, self.policy.refit_tensors())
-        self.cotraining.refit(self.engine, step + 1)
+        drafter, drafter_version = self.cotraining.moved(step + 1)
+        weights = Weights(step + 1, self.policy.refit_tensors(), drafter, drafter_version)
+        self.cotraining.published(self.generation.publish(weights))
         clock.lap("refit")
 
         eval_reward = math.nan
@@ -204,7 +209,7 @@ class Run:
             eval_reward, _ = self.evaluate(f"eval/{step}")
         clock.lap("eval")
 
-        plain_seconds = projected_plain_seconds(self.engine, config, lengths)
+        plain_seconds = self.fleet.projected_plain_seconds(lengths)
         generation = clock.seconds["generation"]
         checked_seconds = identity.plain_seconds if identity else math.nan
         rows = [
@@ -213,7 +218,7 @@ class Run:
                 epoch=self.curriculum.epoch(step),
                 step=step,
                 prompt_id=item.prompt.prompt_id,
-                sample_idx=index % group_size,
+                sample_idx=index % config.rl.group_size,
                 reward=float(reward),
                 task=item.task,
                 lossy=after.lossy,
@@ -232,8 +237,8 @@ class Run:
             entropy=learned["entropy"],
             clip_fraction=learned["clip_fraction"],
             mismatch_kl=learned["mismatch_kl"],
-            reward_errors=errors,
-            weight_version=version,
+            reward_errors=len(taken.errors),
+            weight_version=step,
             seconds=clock.seconds,
             plain_seconds_projected=plain_seconds,
             speedup_projected=speedup(plain_seconds, generation),
@@ -244,8 +249,9 @@ class Run:
             eval_reward=eval_reward,
             task_rewards={
                 name: float(np.mean([r for r, item in zip(rewards, of_rollout, strict=True) if item.task == name]))
-                for name in sorted({item.task for item in items})
+                for name in sorted({item.task for item in of_rollout})
             },
+            ages=age_counts(rollouts, step) if config.rl.max_age_steps else [],
             events=self._take_events(),
             **decisions,
             **rollout_metrics(rollouts),
@@ -257,26 +263,15 @@ class Run:
     def evaluate(self, visit: str) -> tuple[float, list[Rollout]]:
         """Mean reward of the policy on the held-out prompts, greedy, and its answers."""
         params = replace(self.config.sampling, temperature=0.0)
-        rollouts = self.engine.generate(rollout_requests(self._eval_items, 1, params, self.config.seed, visit))
-        rewards, _ = self._judge(self._eval_items, rollouts)
-        return float(rewards.mean()), rollouts
+        taken = self.generation.evaluate(self._eval_items, params, visit)
+        self._tell_errors(taken.errors, len(taken.rollouts))
+        return float(taken.rewards.mean()), taken.rollouts
 
-    def _judge(self, items: Sequence[Item], rollouts: Sequence[Rollout]) -> tuple[np.ndarray, int]:
-        """Rewards of the rollouts, and how many were lost to an error; each kind of error is told once a step."""
-        rewards = np.zeros(len(rollouts))
-        errors: list[str] = []
-        for name, judge in self._judges.items():
-            own = [index for index, item in enumerate(items) if item.task == name]
-            for index, scored in zip(
-                own, judge.score_all([(items[i].prompt, rollouts[i].text or "") for i in own]), strict=True
-            ):
-                rewards[index] = scored.reward
-                if scored.error is not None:
-                    errors.append(scored.error)
+    def _tell_errors(self, errors: Sequence[str], rollouts: int) -> None:
+        """Say each kind of error of a reward once."""
         for error, count in Counter(errors).items():
             self._events["reward_error"] += count
-            self.tell(f"reward_error: {error} ({count} of {len(rollouts)} rollouts have reward 0)")
-        return rewards, len(errors)
+            self.tell(f"reward_error: {error} ({count} of {rollouts} rollouts have reward 0)")
 
     def _tell_identity(self, step: int, identity: Identity) -> None:
         if identity.verdict == "violation":
@@ -285,8 +280,8 @@ class Run:
             self.tell(f"identity check, step {step}: {difference}")
 
     def _take_events(self) -> dict[str, int]:
-        """The named events since the last step: our own and the engine's."""
-        now = self.engine.stats().events
+        """The named events since the last step: our own and the fleet's."""
+        now = self.fleet.stats().events
         fresh = Counter(now)
         fresh.subtract(self._engine_events)
         self._engine_events = now
@@ -298,18 +293,20 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on, and drop the old ones."""
-        history = self.engine.history_snapshot()
+        history = self.fleet.history_snapshot()
+        under_way, done, behind = self.generation.state()
         saved = checkpoint.save(
             self.out / folder.CHECKPOINTS,
             self._next_step,
-            {"policy": self.policy.state(), "optimiser": self.learner.state(), **self.cotraining.tensors()},
+            {"policy": self.policy.state(), "optimiser": self.learner.state(), **self.cotraining.tensors(), **behind},
             {
                 "seed": self.config.seed,
-                "weight_version": self.engine.version,
-                **self.engine.state(),
+                "weight_version": self._next_step,
+                **under_way,
+                **self.fleet.state(),
                 **self.cotraining.meta(),
             },
-            {} if history is None else {HISTORY: history},
+            done | ({} if history is None else {HISTORY: history}),
             warn=self._warn,
         )
         if saved is not None:
@@ -330,29 +327,29 @@ class Run:
             self.records = read_metrics(self.out / folder.METRICS)
         self.policy.load_state(found.tensors["policy"])
         self.learner.load_state(found.tensors["optimiser"])
-        self.engine.load_weights(int(found.meta["weight_version"]), self.policy.refit_tensors())
+        newest = Weights(int(found.meta["weight_version"]), self.policy.refit_tensors(), *self.cotraining.load(found))
+        self.generation.load_state(found, newest)
         try:
-            self.engine.load_state(found.meta)
+            self.fleet.load_state(found.meta)
         except (KeyError, TypeError, ValueError, PacelineError) as error:
             self._warn("budget_lost", f"the checkpoint's record of what drafting brought is of no use ({error!r})")
-        self.cotraining.load(found, self.engine)
         if HISTORY in found.blobs:
             try:
-                self.engine.restore_history(found.blobs[HISTORY])
+                self.fleet.restore_history(found.blobs[HISTORY])
             except SnapshotError as error:
                 self._warn("history_lost", f"{error}; history starts cold")
         self.tell(f"resumed after step {self._next_step - 1}")
 
     def warm_start(self) -> None:
         """Start from the history that ``drafter.history.warm`` names, where it names one that can be used."""
-        self.cotraining.load_into(self.engine)
+        self.generation.begin(Weights(0, self.policy.refit_tensors(), *self.cotraining.held()))
         warm = self.config.drafter.history.warm
         if warm is None or self.config.drafter.kind not in HISTORIES:
             return
         try:
             file = history_file(Path(warm).expanduser())
             held = read_snapshot(file)
-            self.engine.restore_history(file.read_bytes())
+            self.fleet.restore_history(file.read_bytes())
         except SnapshotError as error:
             self._warn("history_lost", f"drafter.history.warm: {error}; history starts cold")
         else:
@@ -363,8 +360,11 @@ class Run:
             self._warn(event, message)
 
     def _warn(self, event: str, message: str) -> None:
-        self._events[event] += 1
+        self._count(event)
         self.tell(f"{event}: {message}")
+
+    def _count(self, event: str, times: int = 1) -> None:
+        self._events[event] += times
 
     def _save_policy(self) -> None:
         target = self.out / folder.POLICY

@@ -1,0 +1,35 @@
+"""Which fleet a run gets: the engine in this process, or workers on Ray."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
+
+from paceline.config import Config
+from paceline.rl import folder
+from paceline.rl.drafting import sentinel
+from paceline.rl.engine import make_engine
+from paceline.rl.local import LocalFleet
+from paceline.rl.policy import Policy
+
+if TYPE_CHECKING:
+    from paceline.rl.cluster.ray_fleet import RayFleet
+
+RunFleet: TypeAlias = "LocalFleet | RayFleet"
+"""What the loop drives: a ``fleet.Fleet`` that also keeps what it learned over a resume, and checks itself."""
+
+
+def make_fleet(
+    config: Config, policy: Policy, out: Path, has_grammars: bool, warn: Callable[[str, str], None]
+) -> RunFleet:
+    """The fleet that ``config`` asks for, at the policy's weights; ``warn`` takes events: a name and one line each.
+
+    PacelineError, one line, for what cannot be honoured or started.
+    """
+    watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
+    if config.cluster.kind == "ray":
+        from paceline.rl.cluster.ray_fleet import RayFleet
+
+        return RayFleet(watched, policy, has_grammars, warn)
+    return LocalFleet(make_engine(watched, policy, out / folder.EXPORT, has_grammars), config, warn)
