@@ -6,14 +6,21 @@ Every colour is a placeholder that becomes a CSS variable, so a picture follows 
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.report.metrics import ratio
 from paceline.schema import PacelineError, StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: Colours by name.
+Palette = Mapping[str, str]
 
 #: Placeholder -> CSS variable of the page.
 _VARIABLES = {
@@ -29,44 +36,16 @@ _VARIABLES = {
     "#0a0a0a": "--sky",
     "#0b0b0b": "--olive",
     "#0c0c0c": "--clay",
+    "#0d0d0d": "--card",
 }
 COLOURS = {variable.removeprefix("--"): colour for colour, variable in _VARIABLES.items()}
 INK, MUTED, LINE, BAND = (COLOURS[name] for name in ("ink", "muted", "line", "band"))
 GREY, TEAL, INDIGO = (COLOURS[name] for name in ("grey", "teal", "indigo"))
 
 _WIDTH_POINTS, _HEIGHT_POINTS = 460, 250
-TALL_POINTS = 350
+TALL_POINTS, WIDE_POINTS = 350, 960
 _MOST_BARS = 96
 _MOST_DOTS = 48
-_STYLE: Any = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": LINE,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 11,
-    "axes.linewidth": 1,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 11,
-    "grid.color": LINE,
-    "grid.linewidth": 1,
-    "legend.fontsize": 11,
-    "legend.frameon": False,
-    "legend.labelcolor": MUTED,
-    "lines.linewidth": 2.25,
-    "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "paceline",
-    "text.color": INK,
-    "xtick.color": LINE,
-    "xtick.labelcolor": MUTED,
-    "xtick.major.size": 0,
-    "ytick.color": LINE,
-    "ytick.labelcolor": MUTED,
-    "ytick.major.size": 0,
-}
 
 
 def series(records: Sequence[StepRecord], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -114,11 +93,18 @@ def legend(axes: "Axes") -> None:
         )
 
 
+class _OfStep(Protocol):
+    @property
+    def step(self) -> int: ...
+
+
+_StepT = TypeVar("_StepT", bound=_OfStep)
 #: A layer of stacked bars: its name, its colour, and its height over some steps.
-Layer = tuple[str, str, Callable[[Sequence[StepRecord]], float]]
+LayerOf = tuple[str, str, Callable[[Sequence[_StepT]], float]]
+Layer = LayerOf[StepRecord]
 
 
-def stacked(axes: "Axes", records: Sequence[StepRecord], layers: Sequence[Layer]) -> None:
+def stacked(axes: "Axes", records: Sequence[_StepT], layers: Sequence[LayerOf[_StepT]]) -> None:
     """A bar a step of ``layers``, one on the other; steps are taken in blocks where they are many."""
     block = math.ceil(len(records) / _MOST_BARS)
     blocks = [records[start : start + block] for start in range(0, len(records), block)]
@@ -132,27 +118,100 @@ def stacked(axes: "Axes", records: Sequence[StepRecord], layers: Sequence[Layer]
     axes.margins(x=0.02)
 
 
-def svg_of(name: str, draw: Callable[["Axes"], None], x_label: str, height_points: int = _HEIGHT_POINTS) -> str:
+def _style(palette: Palette) -> Any:
+    ink, muted, line = (palette[name] for name in ("ink", "muted", "line"))
+    return {
+        "axes.axisbelow": True,
+        "axes.edgecolor": line,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.labelcolor": muted,
+        "axes.labelsize": 11,
+        "axes.linewidth": 1,
+        "axes.spines.left": False,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "font.size": 11,
+        "grid.color": line,
+        "grid.linewidth": 1,
+        "legend.fontsize": 11,
+        "legend.frameon": False,
+        "legend.labelcolor": muted,
+        "lines.linewidth": 2.25,
+        "lines.solid_capstyle": "round",
+        "svg.fonttype": "none",
+        "svg.hashsalt": "paceline",
+        "text.color": ink,
+        "xtick.color": line,
+        "xtick.labelcolor": muted,
+        "xtick.major.size": 0,
+        "ytick.color": line,
+        "ytick.labelcolor": muted,
+        "ytick.major.size": 0,
+    }
+
+
+#: What draws one picture.
+Draw = Callable[["Axes"], None]
+
+
+def svg_of(
+    name: str, draw: Draw, x_label: str, height_points: int = _HEIGHT_POINTS, width_points: int = _WIDTH_POINTS
+) -> str:
     """Run ``draw`` on fresh axes and return the picture as SVG for inclusion in a page."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise PacelineError("a report needs matplotlib; pip install 'paceline[report]'") from None
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_POINTS / 72, height_points / 72), layout="constrained")
-        axes = figure.subplots()
-        axes.set_xlabel(x_label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-        draw(axes)
-        left, right = axes.get_xlim()
-        if right - left < 2:  # a single step: keep its point or bar from filling the picture
-            axes.set_xlim((left + right) / 2 - 2.5, (left + right) / 2 + 2.5)
+    with _figure(COLOURS, width_points, height_points) as figure:
+        _draw(figure.subplots(), draw, x_label)
         sink = io.StringIO()
         figure.savefig(sink, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _for_a_page(sink.getvalue(), name)
+
+
+def write_picture(path: Path, panels: Sequence[tuple[str, Draw, str, int]], width_points: int = WIDE_POINTS) -> None:
+    """Write ``panels``, each a title, what draws it, the name of its x axis and its height, one below the other.
+
+    They are drawn in the page's light colours, ``page_colours()``, as SVG, PNG or PDF by the suffix of ``path``.
+    PacelineError where that cannot be done.
+    """
+    heights = [height for *_, height in panels]
+    with _figure(page_colours(), width_points, sum(heights)) as figure:
+        places = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (title, draw, x_label, _) in zip(places, panels, strict=True):
+            _draw(axes, draw, x_label)
+            axes.set_title(title, loc="left", pad=30, fontsize=13)
+        fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
+        try:
+            figure.savefig(path, dpi=144, facecolor=page_colours()["card"], metadata=fixed)
+        except (OSError, ValueError) as error:
+            raise PacelineError(f"{path}: cannot be written: {str(error).splitlines()[0]}") from None
+
+
+def page_colours() -> dict[str, str]:
+    """The light colours of the page's style sheet, by name."""
+    style = files("paceline.report").joinpath("style.css").read_text(encoding="utf-8")
+    return dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", style[: style.index("}")]))
+
+
+@contextmanager
+def _figure(palette: Palette, width_points: int, height_points: int) -> Iterator["Figure"]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PacelineError("a report needs matplotlib; pip install 'paceline[report]'") from None
+    with matplotlib.rc_context(_style(palette)):
+        yield Figure(figsize=(width_points / 72, height_points / 72), layout="constrained")
+
+
+def _draw(axes: "Axes", draw: Draw, x_label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel(x_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    draw(axes)
+    left, right = axes.get_xlim()
+    if axes.get_autoscalex_on() and right - left < 2:  # a single step: keep its point or bar from filling the picture
+        axes.set_xlim((left + right) / 2 - 2.5, (left + right) / 2 + 2.5)
 
 
 def _for_a_page(svg: str, name: str) -> str:
