@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import IO, Literal, Protocol
 
 from paceline.rl.cluster.transport import objects, shared_memory
-from paceline.rl.cluster.transport.parcel import Kind, Parcel, plan
+from paceline.rl.cluster.transport.parcel import Kind, Parcel, decode, plan, unpack
 from paceline.rl.cluster.transport.receiver import Receiver
 from paceline.rl.fleet import Weights
 
@@ -46,8 +46,14 @@ def choose(
     return "broadcast" if on_gpus else "object"
 
 
-def make_sender(kind: Kind) -> Sender:
-    """The sender of a transport (``choose``)."""
+def make_sender(kind: Kind, *, host: str = "127.0.0.1", timeout_s: float = 30.0) -> Sender:
+    """The sender of a transport (``choose``).
+
+    A broadcast listens at ``host``, which the workers must reach, and is given up after ``timeout_s``; receivers should
+    wait at least twice as long.
+    """
+    if kind == "broadcast":
+        return BroadcastSender(host, timeout_s)
     return SharedMemorySender() if kind == "shared_memory" else ObjectSender()
 
 
@@ -115,6 +121,43 @@ class SharedMemorySender:
         for version in list(self._files):
             self.release(version)
         self._objects.close()
+
+
+class BroadcastSender:
+    """Weights by collective broadcasts; one that does not end is ``broadcast_fell_back``."""
+
+    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 30.0) -> None:
+        from paceline.rl.cluster.transport.broadcast import Broadcaster
+
+        self.events: dict[str, int] = {}
+        self._objects = ObjectSender()
+        self._parcels: dict[int, Parcel] = {}
+        self._broadcaster = Broadcaster(self.events, host, timeout_s)
+
+    def send(self, weights: Weights) -> Parcel:
+        """See ``Sender``."""
+        self.release(weights.version)
+        self._parcels[weights.version] = parcel = self._broadcaster.put(plan(weights))
+        return parcel
+
+    def again(self, version: int) -> Parcel:
+        """See ``Sender``."""
+        message = self._parcels[version].message
+        return _resent(
+            self._objects, version, lambda: unpack(decode(message), self._broadcaster.kept(version)), self.events
+        )
+
+    def release(self, version: int) -> None:
+        """See ``Sender``."""
+        self._objects.release(version)
+        self._broadcaster.release(version)
+        self._parcels.pop(version, None)
+
+    def close(self) -> None:
+        """See ``Sender``."""
+        self._broadcaster.close()
+        self._objects.close()
+        self._parcels.clear()
 
 
 def _resent(objects: ObjectSender, version: int, weights: Callable[[], Weights], events: dict[str, int]) -> Parcel:
