@@ -14,11 +14,12 @@ from paceline.cli.draft import draft
 from paceline.cli.replay import replay
 from paceline.cli.report import report
 from paceline.cli.serve import serve
+from paceline.cli.timeline import timeline
 from paceline.cli.train import train
 from paceline.cli.warmup import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for _command in (train, warmup, replay, audit, diff, report, serve, config, assets):
+for _command in (train, warmup, replay, audit, diff, report, timeline, serve, config, assets):
     app.command()(_command)
 app.add_typer(cache, name="cache")
 app.add_typer(draft, name="draft")

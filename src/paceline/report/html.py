@@ -9,19 +9,21 @@ from pathlib import Path
 
 from paceline.config import Config, ConfigError, load_config
 from paceline.report import drafter_plots, plots
-from paceline.report.definitions import METRICS
+from paceline.report.definitions import EVENTS, METRICS
 from paceline.report.example import Decode, Example, examples_html, make_examples
 from paceline.report.metrics import (
-    SUMMARY_LINES,
     Summary,
     counted,
     event_counts,
     first_and_later,
     identity_verdict,
     lossy_settings,
+    mean_age,
     shown,
     summarise,
+    summary_rows,
 )
+from paceline.report.overlap import overlap_section
 from paceline.report.trace import TraceError, read_metrics, write_atomically
 from paceline.schema import StepRecord
 
@@ -72,6 +74,23 @@ _DRAFTER = (
 )
 
 
+#: Columns of every step that are left out where no step knows them.
+_OVERLAP_COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
+    ("age", lambda r: shown(mean_age(r.ages))),
+    ("oldest", lambda r: str(len(r.ages) - 1) if r.ages else "–"),
+    ("learner waited s", lambda r: shown(r.exposed_generation_seconds)),
+    ("workers idle s", lambda r: shown(r.exposed_training_seconds)),
+    ("overlap", lambda r: shown(r.overlap_share, ".0%")),
+    ("idle", lambda r: ", ".join(f"{role} {shown(share, '.0%')}" for role, share in r.idle_shares.items()) or "–"),
+    ("groups waiting", lambda r: str(r.groups_waiting) if r.workers_up or r.groups_waiting else "–"),
+    ("workers", lambda r: str(r.workers_up) if r.workers_up else "–"),
+    ("importance", lambda r: shown(r.importance_mean, ".3f")),
+    ("greatest", lambda r: shown(r.importance_max)),
+    ("beyond", lambda r: shown(r.importance_beyond, ".1%")),
+    ("effective", lambda r: shown(r.effective_samples, ".1%")),
+)
+
+
 def write_report(run_dir: str | Path, decode: Decode | None = None) -> Path:
     """Write ``report.html`` from the files in ``run_dir`` and return its path.
 
@@ -86,6 +105,7 @@ def write_report(run_dir: str | Path, decode: Decode | None = None) -> Path:
     page = render(
         name=run_dir.resolve().name,
         records=records,
+        overlap=overlap_section(run_dir, records),
         examples=make_examples(run_dir, decode),
         config_text=config_file.read_text(encoding="utf-8") if config_file.is_file() else "",
         config=_config(config_file),
@@ -99,11 +119,12 @@ def render(
     *,
     name: str,
     records: Sequence[StepRecord],
+    overlap: str = "",
     examples: Sequence[Example] = (),
     config_text: str = "",
     config: Config | None = None,
 ) -> str:
-    """The page as text."""
+    """The page as text; ``overlap`` is the section of that name."""
     style = files("paceline.report").joinpath("style.css").read_text(encoding="utf-8")
     body = "\n".join(
         (
@@ -113,6 +134,7 @@ def render(
             _pictures("What it learned", _LEARNING, records, _summary(records)),
             _pictures("What drafting gave", _SPEED, records),
             _pictures("Who drafted", _DRAFTER, records),
+            overlap,
             examples_html(examples),
             _events(records),
             _details("Every step", _steps_table(records)),
@@ -263,12 +285,11 @@ def _pictures(
 
 def _summary(records: Sequence[StepRecord]) -> str:
     """The first epoch beside the later ones, line by line."""
-    columns = [("first epoch", first_and_later(records)[0]), ("later epochs", first_and_later(records)[1])]
-    present = [(name, summary) for name, summary in columns if summary is not None]
-    head = "".join(f"<th>{name}</th>" for name, _ in present)
+    first, later = first_and_later(records)
+    head = "".join(f"<th>{name}</th>" for name in ("first epoch", "later epochs")[: 2 if later else 1])
     rows = "".join(
-        f"<tr><td>{escape(line)}</td>{''.join(f'<td>{escape(show(summary))}</td>' for _, summary in present)}</tr>"
-        for line, show in SUMMARY_LINES
+        f"<tr><td>{escape(line)}</td>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
+        for line, texts in summary_rows(first, later)
     )
     return (
         "<figure><figcaption><h3>First epoch and later ones</h3>"
@@ -285,8 +306,11 @@ def _events(records: Sequence[StepRecord]) -> str:
     for event, count in counts.items():
         steps = [record.step for record in records if event in record.events]
         where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-        rows.append(f'<tr><td>{escape(event)}</td><td class="number">{count:,}</td><td>{where}</td></tr>')
-    head = '<tr><th>event</th><th class="number">count</th><th>where</th></tr>'
+        what = escape(EVENTS.get(event, ""))
+        rows.append(
+            f'<tr><td>{escape(event)}</td><td class="number">{count:,}</td><td>{where}</td><td>{what}</td></tr>'
+        )
+    head = '<tr><th>event</th><th class="number">count</th><th>where</th><th></th></tr>'
     return f'<h2>Events</h2><div class="plain scroll"><table class="words events">{head}{"".join(rows)}</table></div>'
 
 
@@ -309,11 +333,13 @@ def _steps_table(records: Sequence[StepRecord]) -> str:
         ("entropy", lambda r: shown(r.entropy, ".3f")),
         ("KL", lambda r: shown(r.kl, ".4f")),
         ("gradient", lambda r: shown(r.grad_norm, ".3f")),
+        ("drift", lambda r: shown(r.mismatch_kl, ".1e")),
         ("truncated", lambda r: shown(r.truncated, ".0%")),
         ("draft loss", lambda r: shown(r.draft_loss, ".3f")),
         ("draft saved s", lambda r: shown(r.draft_gain_seconds)),
         ("draft trained s", lambda r: shown(r.draft_train_seconds)),
     )
+    columns += tuple(column for column in _OVERLAP_COLUMNS if any(column[1](record) != "–" for record in records))
     head = "".join(f"<th>{escape(name)}</th>" for name, _ in columns)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(show(r))}</td>' for _, show in columns)}</tr>" for r in records)
     return f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'

@@ -12,7 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from paceline.report.metrics import SUMMARY_LINES, first_and_later, identity_verdict, lossy_settings, shown
+from paceline.report.metrics import (
+    counted,
+    first_and_later,
+    identity_verdict,
+    lossy_settings,
+    mean_age,
+    ran_ahead,
+    shown,
+    summary_rows,
+)
 from paceline.schema import StepRecord
 
 #: The phases told apart in the bar, with their colours; all others are shown as ``other``.
@@ -116,6 +125,7 @@ def plain_line(record: StepRecord, steps: int | None = None) -> str:
         f"acceptance {shown(record.acceptance, '.0%')}",
         f"x plain {shown(record.speedup_projected, '.2f')}",
         _drafter(record),
+        _overlap(record),
         f"time {sum(record.seconds.values()):.1f} s ({shares})" if shares else "",
         f"check {_check(record)}" if record.identity != "not checked" else "",
         f"LOSSY {', '.join(record.lossy)}" if record.lossy else "",
@@ -153,8 +163,8 @@ def summary_table(records: Sequence[StepRecord]) -> Table:
         identity_verdict(record for record in records if (record.epoch == start) is at_start)
         for at_start in (True, False)
     ]
-    for name, show in SUMMARY_LINES:
-        table.add_row(name, show(first), show(later) if later else "–")
+    for name, texts in summary_rows(first, later):
+        table.add_row(name, *texts, *(() if later else ("–",)))
     if lossy := lossy_settings(records):
         table.title = lossy_banner(lossy)
     table.add_row("tokens against plain decoding", *(f"{found} ({n} checked)" if n else found for found, n in checks))
@@ -170,6 +180,8 @@ def _row(record: StepRecord) -> Text:
     row.append_text(_bar(phase_shares(record)))
     if drafter := _drafter(record):
         row.append(f"  {drafter}", style="yellow")
+    if overlap := _overlap(record):
+        row.append(f"  {overlap}", style="cyan")
     if verdict := _check(record):
         row.append(f"  {verdict}", style="bold red" if record.identity == "violation" else "green")
     if record.lossy:
@@ -199,6 +211,22 @@ def _legend() -> Text:
 def _drafter(record: StepRecord) -> str:
     """That the drafter was trained, its loss before, and why; empty where it was not."""
     return f"drafter loss {shown(record.draft_loss, '.3f')} ({record.draft_reason})" if record.draft_trained else ""
+
+
+def _overlap(record: StepRecord) -> str:
+    """Ages, what waits in the buffer, workers and the learner's waiting; empty where nothing runs ahead."""
+    if not ran_ahead(record):
+        return ""
+    parts = [
+        f"age {mean_age(record.ages):.1f} (up to {len(record.ages) - 1})" if record.ages else "",
+        f"{counted(record.groups_waiting, 'group')} waiting",
+        counted(record.workers_up, "worker") if record.workers_up else "",
+        f"learner waited {record.exposed_generation_seconds:.1f} s"
+        if math.isfinite(record.exposed_generation_seconds)
+        else "",
+        f"drift {record.mismatch_kl:.1e}" if math.isfinite(record.mismatch_kl) else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _check(record: StepRecord) -> str:

@@ -191,6 +191,15 @@ class Summary(msgspec.Struct, kw_only=True):
     tokens_per_second: float
     speedup_projected: float
     speedup_measured: float
+    mismatch_kl: float
+    age_mean: float
+    age_max: int | None
+    exposed_generation_seconds: float
+    exposed_training_seconds: float
+    overlap_share: float
+    importance_mean: float
+    importance_beyond: float
+    effective_samples: float
 
 
 def summarise(records: Sequence[StepRecord]) -> Summary:
@@ -203,6 +212,9 @@ def summarise(records: Sequence[StepRecord]) -> Summary:
     generation = sum(record.seconds.get("generation", 0.0) for record in records)
     projected = [record for record in records if math.isfinite(record.plain_seconds_projected)]
     measured = [record for record in records if record.speedup_measured > 0 and record.plain_seconds_measured > 0]
+    ages: tuple[int, ...] = ()
+    for record in records:
+        ages = added(ages, record.ages)
     evaluated = [record.eval_reward for record in records if not math.isnan(record.eval_reward)]
     return Summary(
         steps=len(records),
@@ -231,6 +243,15 @@ def summarise(records: Sequence[StepRecord]) -> Summary:
             sum(record.plain_seconds_measured for record in measured),
             sum(record.plain_seconds_measured / record.speedup_measured for record in measured),
         ),
+        mismatch_kl=_weighed(records, "mismatch_kl", lambda r: r.tokens),
+        age_mean=mean_age(ages),
+        age_max=len(ages) - 1 if ages else None,
+        exposed_generation_seconds=known_sum([record.exposed_generation_seconds for record in records]),
+        exposed_training_seconds=known_sum([record.exposed_training_seconds for record in records]),
+        overlap_share=_weighed(records, "overlap_share", lambda r: sum(map(_known, r.seconds.values()))),
+        importance_mean=_weighed(records, "importance_mean", lambda r: r.tokens),
+        importance_beyond=_weighed(records, "importance_beyond", lambda r: r.tokens),
+        effective_samples=_weighed(records, "effective_samples", lambda r: r.tokens),
     )
 
 
@@ -268,7 +289,27 @@ SUMMARY_LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("generation, tokens per second", lambda s: shown(s.tokens_per_second, ".0f")),
     ("times as fast as plain, projected", lambda s: shown(s.speedup_projected)),
     ("times as fast as plain, measured", lambda s: shown(s.speedup_measured)),
+    ("drift of the sampler, nats per token", lambda s: shown(s.mismatch_kl, ".1e")),
 )
+#: The lines that follow where generation and training overlap, or where weights of importance corrected for it.
+OVERLAP_LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+    ("age of rollouts, mean", lambda s: shown(s.age_mean)),
+    ("age of rollouts, greatest", lambda s: "–" if s.age_max is None else str(s.age_max)),
+    ("learner waiting, seconds per step", lambda s: shown(ratio(s.exposed_generation_seconds, s.steps))),
+    ("workers idle, seconds per step", lambda s: shown(ratio(s.exposed_training_seconds, s.steps))),
+    ("learner and workers busy at once", lambda s: shown(s.overlap_share, ".0%")),
+    ("importance weights, mean", lambda s: shown(s.importance_mean, ".3f")),
+    ("importance weights beyond the limit", lambda s: shown(s.importance_beyond, ".1%")),
+    ("effective samples", lambda s: shown(s.effective_samples, ".1%")),
+)
+
+
+def summary_rows(first: Summary, later: Summary | None) -> list[tuple[str, list[str]]]:
+    """The lines of the table as texts, one a column; those of overlap are left out where neither column knows them."""
+    present = [summary for summary in (first, later) if summary is not None]
+    rows = [(name, [show(summary) for summary in present]) for name, show in (*SUMMARY_LINES, *OVERLAP_LINES)]
+    hidden = {name for name, _ in OVERLAP_LINES}
+    return [(name, texts) for name, texts in rows if name not in hidden or set(texts) != {"–"}]
 
 
 def phase_seconds(records: Iterable[StepRecord]) -> dict[str, float]:
@@ -300,6 +341,18 @@ def event_counts(records: Iterable[StepRecord]) -> dict[str, int]:
         for event, times in record.events.items():
             counts[event] = counts.get(event, 0) + times
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def known_sum(values: Iterable[float]) -> float:
+    """The sum of what is known of ``values``; NaN where nothing is."""
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) if known else math.nan
+
+
+def _weighed(records: Sequence[StepRecord], field: str, weight: Callable[[StepRecord], float]) -> float:
+    """Mean of a field over the records that know it."""
+    known = [(getattr(record, field), weight(record)) for record in records if math.isfinite(getattr(record, field))]
+    return ratio(sum(value * times for value, times in known), sum(times for _, times in known))
 
 
 def _known(value: float) -> float:

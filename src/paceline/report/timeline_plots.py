@@ -9,12 +9,15 @@ import numpy.typing as npt
 
 from paceline.report.drawing import (
     COLOURS,
+    TEAL,
     WIDE_POINTS,
     Draw,
     LayerOf,
     Palette,
+    dots,
     legend,
     mean,
+    series,
     stacked,
     svg_of,
 )
@@ -152,6 +155,20 @@ def ages_picture(records: Sequence[StepRecord], palette: Palette) -> Draw:
 def ages_plot(records: Sequence[StepRecord]) -> str:
     """The same as SVG for a page; empty where no age was recorded."""
     return svg_of("ages", ages_picture(records, COLOURS), "step") if any(r.ages for r in records) else ""
+
+
+def drift_plot(records: Sequence[StepRecord]) -> str:
+    """How far those who sampled were from the policy that learned, by step, as SVG; empty where it is not known."""
+    steps, values = series(records, [record.mismatch_kl for record in records])
+    if not steps:
+        return ""
+
+    def draw(axes: "Axes") -> None:
+        axes.plot(steps, values, color=TEAL, **dots(len(steps)))
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("nats")
+
+    return svg_of("drift", draw, "step")
 
 
 def _rows(spans: Sequence[Span]) -> list[_Row]:
