@@ -14,6 +14,11 @@ from paceline.schema import CANARY, PacelineError, Rollout, RolloutRequest, deri
 FAULTS = ("requests_retried", "rollouts_late")
 
 
+def weight(prompt_key: str, seat: str) -> int:
+    """How much a prompt belongs to a seat; it goes where this is greatest (rendezvous hashing)."""
+    return derive_seed(prompt_key, seat)
+
+
 class Assignment(NamedTuple):
     """What to tell a worker: first, weights to load (``interrupt`` aborts what it has); then, requests."""
 
@@ -40,9 +45,9 @@ class _Group:
 class _Worker:
     """A worker's seat, the version it was told to load last, what it holds, and what waits for it by level."""
 
-    def __init__(self, seat: str) -> None:
+    def __init__(self, seat: str, version: int | None) -> None:
         self.seat = seat
-        self.version: int | None = None
+        self.version = version
         self.loading: list[int] = []
         self.held: dict[str, tuple[_Group, RolloutRequest]] = {}
         self.queues: dict[int, list[_Group]] = {}
@@ -95,10 +100,13 @@ class Dispatcher:
         """Weights of ``version`` can be loaded from now on."""
         self.versions.add(version)
 
-    def join(self, seat: str) -> int:
-        """A fresh worker, without weights, takes the seat; returns its number. Orders not begun move to their home."""
+    def join(self, seat: str, version: int | None = None) -> int:
+        """A fresh worker, at weights of ``version`` or without any, takes the seat; returns its number.
+
+        Orders that are not begun move to it where it is their home.
+        """
         number, self._hired = self._hired, self._hired + 1
-        self._workers[number] = _Worker(seat)
+        self._workers[number] = _Worker(seat, version)
         moved, self._homeless = self._homeless, []
         for worker in self._workers.values():
             for queue in worker.queues.values():
@@ -273,7 +281,7 @@ class Dispatcher:
 
     def home(self, prompt_key: str) -> int | None:
         """The worker that rendezvous hashing (Thaler and Ravishankar 1998) names for a prompt; None without workers."""
-        return max(self._workers, key=lambda n: derive_seed(prompt_key, self._workers[n].seat), default=None)
+        return max(self._workers, key=lambda n: weight(prompt_key, self._workers[n].seat), default=None)
 
     def seat(self, number: int) -> str:
         """Where a worker sits. KeyError where it is gone."""
@@ -288,10 +296,9 @@ class Dispatcher:
         worker = self._workers[number]
         return bool(worker.held or worker.loading)
 
-    @property
-    def workers(self) -> list[int]:
-        """The workers that there are."""
-        return list(self._workers)
+    def pending(self, number: int) -> list[int]:
+        """The versions that a worker was told to load, and has not said that it has, in order."""
+        return list(self._workers[number].loading)
 
     @property
     def outstanding(self) -> int:

@@ -1,0 +1,109 @@
+"""The Ray cluster of a run: one that is joined, or one on this machine that ends with the run."""
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.config import ClusterConfig
+from paceline.schema import PacelineError
+
+_LOG = logging.getLogger(__name__)
+
+#: Ray binds to loopback where there can be no other nodes: a variable for its processes, and what this one made of it.
+_NO_OTHER_NODES = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER")
+
+
+class RayCluster:
+    """Connects this process to Ray as ``config`` says; ``close`` ends what was started here.
+
+    A cluster that this process is connected to already is used, and left as it is. One that is started listens on
+    loopback only, and has as many CPUs as were asked for, also where the machine has fewer (a warning says so).
+    PacelineError, one line, where there is no Ray, no cluster at the address, or not what is asked for.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self.ray = import_ray()
+        self._is_own = not self.ray.is_initialized()
+        if not self._is_own:
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        try:
+            if config.address is not None:
+                self.ray.init(address=config.address, **quiet)
+                return
+            with _loopback_only():
+                self.ray.init(address="local", include_dashboard=False, **quiet, **_amounts(config))
+        except PacelineError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever Ray raises; none of its kinds is promised
+            where = "cannot be started on this machine" if config.address is None else f"is not at {config.address}"
+            raise PacelineError(f"cluster.address={config.address}: Ray {where}: {one_line(error)}") from None
+
+    @property
+    def node(self) -> str:
+        """The id of the node that this process runs on."""
+        return str(self.ray.get_runtime_context().get_node_id())
+
+    def close(self) -> None:
+        """Leave the cluster, and end it where it was started here."""
+        if self._is_own and self.ray.is_initialized():
+            self.ray.shutdown()
+
+
+def import_ray() -> Any:
+    """The package. PacelineError says how to get it."""
+    try:
+        import ray
+        import ray._private.ray_constants
+    except ImportError:
+        raise PacelineError("cluster.kind=ray: Ray is not installed; pip install 'paceline[ray]'") from None
+    return ray
+
+
+def one_line(error: BaseException) -> str:
+    """An error of Ray, whose texts are long, as one line of at most 300 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def _amounts(config: ClusterConfig) -> dict[str, Any]:
+    """What a cluster on this machine has to offer."""
+    if config.resources:
+        raise PacelineError(
+            f"cluster.resources={config.resources} are of a cluster that was started with them; set cluster.address"
+        )
+    learners = config.learner_workers if config.learner_workers > 1 else 0
+    gpus = config.rollout_workers * config.worker_gpus + learners * config.learner_gpus
+    if gpus:
+        import torch
+
+        here = torch.cuda.device_count()
+        if gpus > here:
+            raise PacelineError(f"cluster.worker_gpus: {gpus:g} GPUs are asked for, there are {here}; ask for less")
+    cpus = math.ceil(config.rollout_workers * config.worker_cpus + learners * config.learner_cpus)
+    cores = os.cpu_count() or 1
+    if cpus > cores:
+        _LOG.warning("cluster: %d CPUs are asked for, this machine has %d; workers share them", cpus, cores)
+    return {"num_cpus": max(cpus, cores), "num_gpus": math.ceil(gpus)}
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    variable, constant = _NO_OTHER_NODES
+    loaded = sys.modules.get("ray._private.ray_constants")
+    before, was = os.environ.get(variable), getattr(loaded, constant, None)
+    os.environ[variable] = "0"
+    if was is not None:
+        setattr(loaded, constant, False)
+    try:
+        yield
+    finally:
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
+        if was is not None:
+            setattr(loaded, constant, was)
