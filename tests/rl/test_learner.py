@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -6,13 +7,14 @@ import torch
 
 from paceline.config import LoraConfig, PolicyConfig, RLConfig
 from paceline.rl import grpo
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.learner import Batch, BatchError, Learner
 from paceline.rl.models import ModelError
 from paceline.rl.policy import Policy
 from paceline.schema import as_tokens
 from tiny_policies import VOCABULARY, save_tiny
 
 LORA = LoraConfig(r=2, alpha=6.0, layers=2)
+IMPORTANCE = ("importance_mean", "importance_max", "importance_beyond", "effective_samples")
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +52,28 @@ def rollouts(seed=0, groups=4, size=3, flat_groups=(2,)):
     )
 
 
+def part_of(batch, rows):
+    """The batch of these rows alone."""
+    held = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return Batch(**{n: [v[row] for row in rows] if isinstance(v, list) else v for n, v in held.items()})
+
+
 def gradient(learner):
     """The gradient of the first step: AdamW's first moment is a tenth of it."""
     return {name: 10 * t for name, t in learner.state().items() if name.endswith(".exp_avg")}
 
 
-def written_out(policy, batch, config, temperature=0.8):
-    """The gradient of the loss as its equation says, every row alone, none left out."""
+def written_out(policy, batch, config, temperature=0.8, weights=None):
+    """The gradient of the loss as its equation says, every row alone, none left out; ``weights`` of tokens, by row."""
     advantages = grpo.advantages(batch.rewards, batch.group_ids, config.scale_rewards)
     tokens = sum(len(response) for response in batch.responses)
     loss = 0
-    for prompt, response, advantage in zip(batch.prompts, batch.responses, advantages, strict=True):
+    weights = weights or [1.0] * len(advantages)
+    for prompt, response, advantage, weight in zip(batch.prompts, batch.responses, advantages, weights, strict=True):
         ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.long)[None]
         law = (policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         logp = law.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        per_token = -((logp - logp.detach()).exp() * advantage)
+        per_token = -torch.as_tensor(weight) * ((logp - logp.detach()).exp() * advantage)
         loss = loss + (per_token.sum() / tokens if config.normalise == "token" else per_token.mean() / len(advantages))
     loss.backward()
     return {f"{name}.exp_avg": p.grad for name, p in policy.trainable()}
@@ -143,15 +152,7 @@ def test_inner_updates_take_a_step_each_against_the_policy_that_sampled(tiny):
 def test_a_later_inner_update_follows_the_loss_against_the_policy_that_sampled(tiny):
     batch = rollouts(flat_groups=())
     rows = sorted(range(12), key=lambda row: (batch.group_ids[row], row))
-    first, second = (
-        Batch(
-            *(
-                [values[row] for row in half]
-                for values in (batch.prompts, batch.responses, batch.rewards, batch.group_ids)
-            )
-        )
-        for half in (rows[:6], rows[6:])
-    )
+    first, second = (part_of(batch, half) for half in (rows[:6], rows[6:]))
     with torch.no_grad():
         old_N, _ = load(tiny).logprobs(second.prompts, second.responses, 0.8)
     by_hand = learner_of(load(tiny), lr=0.002)
@@ -188,6 +189,167 @@ def test_mismatch_is_the_divergence_between_engine_and_trainer(tiny, shift):
     metrics = learner_of(policy).update(batch)
     assert metrics["mismatch_kl"] == pytest.approx(math.exp(shift) - shift - 1, abs=1e-9)
     assert math.isnan(learner_of(load(tiny)).update(rollouts())["mismatch_kl"])
+
+
+def sampled(batch, policy, shift=0.0, stale=(), version=4, noise=0.0):
+    """The batch, and log-probabilities of a sampler that is ``shift`` times a random draw (nats) off the policy.
+
+    The first half of the responses ``stale`` is of ``version`` - 1, all else of ``version``.
+    """
+    draw = np.random.default_rng(5)
+    with torch.no_grad():
+        logp_N, _ = policy.logprobs(batch.prompts, batch.responses, 0.8)
+    own = [logp.numpy() for logp in logp_N.split([len(response) for response in batch.responses])]
+    versions = [np.full(len(response), version, np.int32) for response in batch.responses]
+    for row in stale:
+        versions[row][: (len(versions[row]) + 1) // 2] -= 1
+    return replace(
+        batch,
+        engine_logprobs=[logp + shift * draw.normal(size=len(logp)) + noise for logp in own],
+        versions=versions,
+        version=version,
+    )
+
+
+def test_importance_leaves_rollouts_on_policy_as_they_were_to_the_last_bit(tiny):
+    states = []
+    for importance in (None, "none", "token", "sequence"):
+        policy = load(tiny)
+        batch = rollouts() if importance is None else sampled(rollouts(), policy, shift=3.0)
+        learner = learner_of(policy, importance=importance or "auto", inner_updates=2)
+        metrics = learner.update(batch)
+        states.append(learner.policy.state() | learner.state())
+        assert all(math.isnan(metrics[name]) for name in IMPORTANCE)
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], rtol=0, atol=0)
+
+
+def test_a_synchronous_run_and_one_without_importance_weigh_nothing(tiny):
+    states = []
+    for settings in ({}, {"max_age_steps": 2, "importance": "none"}, {"max_age_steps": 2}):
+        policy = load(tiny)
+        learner = learner_of(policy, **settings)
+        learner.update(sampled(rollouts(), policy, shift=0.5, stale=range(12)))
+        states.append(learner.policy.state())
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert any(not torch.equal(tensor, states[0][name]) for name, tensor in states[2].items())
+
+
+@pytest.mark.parametrize("normalise", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("beyond", ["truncate", "mask"])
+def test_stale_rollouts_are_weighed_and_the_denominators_count_what_is_masked(tiny, normalise, level, beyond):
+    policy, stale = load(tiny), (0, 3, 7, 8)
+    batch = sampled(rollouts(), policy, shift=0.6, stale=stale)
+    exact = sampled(rollouts(), policy).engine_logprobs
+    ratios = [np.exp(a - b) for a, b in zip(exact, batch.engine_logprobs, strict=True)]
+    if level == "sequence":
+        ratios = [np.full(len(own), own.prod()) for own in ratios]
+    beyond_limit = [own > 1.5 for own in ratios]
+    cut = [
+        np.where(own > 1.5, 1.5 if beyond == "truncate" else 0.0, own) if row in stale else 1.0
+        for row, own in enumerate(ratios)
+    ]
+    learner = learner_of(
+        policy, normalise=normalise, importance=level, importance_limit=1.5, importance_beyond=beyond,
+        microbatch_tokens=25,
+    )  # fmt: skip
+    metrics = learner.update(batch)
+    expected = written_out(load(tiny), batch, learner.config, weights=cut)
+    torch.testing.assert_close(gradient(learner), expected, rtol=1e-5, atol=1e-6)
+    weighed = [row for row in stale if batch.group_ids[row] != "g2"]  # a flat group is not computed
+    applied_N, ratio_N = (np.concatenate([values[row] for row in weighed]) for values in (cut, ratios))
+    assert metrics["importance_mean"] == pytest.approx(applied_N.mean(), rel=1e-5)
+    assert metrics["importance_max"] == pytest.approx(ratio_N.max(), rel=1e-5)
+    share = np.concatenate([beyond_limit[row] for row in weighed]).mean()
+    assert metrics["importance_beyond"] == pytest.approx(share)
+    assert 0 < share < 1
+    effective = applied_N.sum() ** 2 / (len(applied_N) * np.square(applied_N).sum())
+    assert metrics["effective_samples"] == pytest.approx(effective, rel=1e-5)
+
+
+def test_a_later_inner_update_is_weighed_against_the_policy_of_the_start_and_clipped_against_it_too(tiny):
+    batch = sampled(rollouts(flat_groups=()), load(tiny), shift=0.6, stale=range(12))
+    exact = sampled(batch, load(tiny)).engine_logprobs
+    rows = sorted(range(12), key=lambda row: (batch.group_ids[row], row))
+    first, second = rows[:6], rows[6:]
+    learner = learner_of(load(tiny), lr=0.002, inner_updates=2, importance="token", importance_limit=3.0)
+    learner.update(batch)
+
+    by_hand = learner_of(load(tiny), lr=0.002, importance="token", importance_limit=3.0)
+    by_hand.update(part_of(batch, first))
+    before = by_hand.state()
+    later = part_of(batch, second)
+    logp_N, _ = by_hand.policy.logprobs(later.prompts, later.responses, 0.8)
+    old_N, engine_N = (np.concatenate([values[row] for row in second]) for values in (exact, batch.engine_logprobs))
+    lengths = [len(response) for response in later.responses]
+    adv_N = torch.from_numpy(np.repeat(grpo.advantages(later.rewards, later.group_ids, scale=True), lengths))
+    weights_N = torch.from_numpy(np.minimum(np.exp(old_N - engine_N), 3.0)) / len(adv_N)
+    loss, _ = grpo.policy_loss(logp_N, torch.from_numpy(old_N), adv_N, weights_N, 0.2, 0.2)
+    loss.backward()
+    moments = {name: t for name, t in learner.state().items() if name.endswith(".exp_avg")}
+    expected = {
+        f"{name}.exp_avg": 0.9 * before[f"{name}.exp_avg"] + 0.1 * p.grad for name, p in by_hand.policy.trainable()
+    }
+    torch.testing.assert_close(moments, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_importance_takes_no_pass_of_its_own(tiny, monkeypatch):
+    passes = []
+    for settings in ({}, {"importance": "token"}, {"importance": "sequence"}):
+        policy, seen = load(tiny), []
+        batch = sampled(rollouts(), policy, shift=0.5, stale=range(12))
+        score = policy.logprobs
+        monkeypatch.setattr(
+            policy, "logprobs", lambda *given, seen=seen, score=score: seen.append(given) or score(*given)
+        )
+        learner_of(policy, microbatch_tokens=25, **settings).update(batch)
+        passes.append([len(prompts) for prompts, *_ in seen])
+    assert passes[0] == passes[1] == passes[2]
+    assert len(passes[0]) > 1
+
+
+def test_the_last_bits_of_the_engines_logprobs_do_not_reach_the_weights(tiny):
+    states = []
+    for noise in (0.0, 1e-13, 1e-5):
+        policy = load(tiny)
+        learner = learner_of(policy, importance="token")
+        learner.update(sampled(rollouts(), policy, shift=0.5, stale=range(12), noise=noise))
+        states.append(policy.state())
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert any(not torch.equal(tensor, states[0][name]) for name, tensor in states[2].items())
+
+
+def test_off_policy_mismatch_is_the_drift_of_what_is_computed(tiny):
+    policy = load(tiny)
+    batch = sampled(rollouts(), policy, shift=0.5, stale=range(12))
+    exact = sampled(rollouts(), policy).engine_logprobs
+    computed = [row for row in range(12) if batch.group_ids[row] != "g2"]
+    gaps_N = np.concatenate([exact[row] - batch.engine_logprobs[row] for row in computed])
+    drift = float((np.exp(gaps_N) - gaps_N - 1).mean())
+    for importance in ("none", "sequence"):
+        assert learner_of(load(tiny), importance=importance).update(batch)["mismatch_kl"] == pytest.approx(drift)
+
+
+@pytest.mark.parametrize("missing", ["engine_logprobs", "versions"])
+def test_importance_without_what_it_is_made_of_is_refused_before_anything_moves(tiny, missing):
+    policy = load(tiny)
+    batch = replace(sampled(rollouts(), policy, stale=(0,)), **{missing: None})
+    before = policy.state()
+    with pytest.raises(BatchError, match=rf"weights by token are made of {missing}, .* set rl.importance=none"):
+        learner_of(policy, max_age_steps=1).update(batch)
+    torch.testing.assert_close(policy.state(), before, rtol=0, atol=0)
+    learner_of(policy).update(batch)
+
+
+def test_a_stale_token_without_a_logprob_is_named(tiny):
+    policy = load(tiny)
+    batch = sampled(rollouts(), policy, stale=(3,))
+    batch.engine_logprobs[5][0] = math.nan  # on policy: it is not asked
+    learner_of(load(tiny), importance="token").update(batch)
+    batch.engine_logprobs[3][1] = math.nan
+    with pytest.raises(BatchError, match=r"rollout 3 \(group g3\) is of older weights"):
+        learner_of(policy, importance="token").update(batch)
 
 
 @pytest.mark.parametrize("lora", [LORA, None])
@@ -343,6 +505,12 @@ def test_a_batch_that_does_not_line_up_is_refused():
         Batch(one, [], [1.0], ["g"])
     with pytest.raises(ValueError, match="rollout 0 has 1 tokens and 2 engine_logprobs"):
         Batch(one, one, [1.0], ["g"], [np.zeros(2)])
+    with pytest.raises(ValueError, match="0 versions for 1 prompts"):
+        Batch(one, one, [1.0], ["g"], versions=[])
+    with pytest.raises(ValueError, match="rollout 0 has 1 tokens and 2 versions"):
+        Batch(one, one, [1.0], ["g"], versions=[as_tokens([0, 0])])
+    with pytest.raises(BatchError, match="rollout 0 has tokens of version 3, and version 2 learns"):
+        Batch(one, one, [1.0], ["g"], versions=[as_tokens([3])], version=2)
 
 
 def test_an_aborted_rollout_without_tokens_is_left_out(tiny):
