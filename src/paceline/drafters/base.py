@@ -150,6 +150,14 @@ class Separate(Protocol):
 
 
 @runtime_checkable
+class Absorbs(Protocol):
+    """What a drafter offers that can draft from responses which another engine decoded."""
+
+    def absorb(self, rollouts: Sequence[Rollout]) -> None:
+        """Complete responses become history, also while requests are in flight; none of them was ever known here."""
+
+
+@runtime_checkable
 class Remembers(Protocol):
     """What a drafter offers whose memory outlives the process."""
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.budget.allocate import PRIOR_ACCEPTANCE, Nodes
-from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Separate, Telling
+from paceline.drafters.base import Absorbs, Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Separate, Telling
 from paceline.sampling.grammar import Matcher, Vocabulary
 from paceline.schema import SOURCES, Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -43,6 +43,8 @@ class ForcedDrafter:
         self._vocabulary = vocabulary
         self._version = 0
         self._live: dict[str, _Live] = {}
+        if isinstance(inner, Absorbs):
+            self.absorb = inner.absorb
         if isinstance(inner, Prefetcher):
             self.verifying = inner.verifying
         if isinstance(inner, Renewable):

@@ -5,7 +5,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paceline.drafters.base import Drafter, Observer, Paced, Prefetcher, Reads, Renewable, Seen, Separate, Telling
+from paceline.drafters.base import (
+    Absorbs,
+    Drafter,
+    Observer,
+    Paced,
+    Prefetcher,
+    Reads,
+    Renewable,
+    Seen,
+    Separate,
+    Telling,
+)
 from paceline.history.snapshot import SnapshotError
 from paceline.schema import Draft, DraftLawError, Outcome, PacelineError, Rollout, RolloutRequest, Tokens, as_tokens
 
@@ -59,6 +70,12 @@ class GuardedDrafter:
         for rollout in rollouts:
             self._live.pop(rollout.request_id, None)
         self.attempt(lambda: self.inner.finish(rollouts))
+
+    def absorb(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses that were decoded elsewhere; of use where ``inner`` keeps a history."""
+        inner = self.inner
+        if rollouts and isinstance(inner, Absorbs):
+            self.attempt(lambda: inner.absorb(rollouts))
 
     def on_weights(self, version: int) -> None:
         """The policy moved to ``version``; a drafter that was lost is revived, where that was not tried before."""

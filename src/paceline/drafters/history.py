@@ -13,6 +13,9 @@ from paceline.history.base import Bytes, Int32s, Int64s, Proposals
 from paceline.history.snapshot import Snapshot, SnapshotError, shard_of
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
+#: A response begins with so many tokens of its prompt, as those do that end here.
+_ANCHOR = 8
+
 
 class _Live:
     """A request in flight: its number in the history and its total length in tokens."""
@@ -116,6 +119,23 @@ class HistoryDrafter:
         live = [self._live.pop(rollout.request_id) for rollout in rollouts]
         keep: Bytes = np.array([rollout.finish_reason != "abort" for rollout in rollouts], dtype=np.uint8)
         self.history.finish_batch(_numbers(live), keep)
+
+    def absorb(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses that were decoded elsewhere become history, each as old as the version that began it."""
+        prompts = {shard_of(rollout.prompt_key, self.salt): rollout.prompt for rollout in rollouts}
+        said = [rollout for rollout in rollouts if len(rollout.tokens)]
+        anchors = [rollout.prompt[-_ANCHOR:] for rollout in said]
+        texts = [np.concatenate([anchor, rollout.tokens]) for anchor, rollout in zip(anchors, said, strict=True)]
+        tokens, offsets = flat([*prompts.values(), *texts])
+        none = [0] * len(prompts)
+        self.history.load(
+            np.array([*prompts, *(shard_of(rollout.prompt_key, self.salt) for rollout in said)], dtype=np.int64),
+            np.array([1] * len(prompts) + [0] * len(said), dtype=np.uint8),
+            as_tokens([*none, *(rollout.versions[0] for rollout in said)]),
+            as_tokens([*none, *map(len, anchors)]),
+            offsets,
+            tokens,
+        )
 
     def on_weights(self, version: int) -> None:
         """Drafts carry the version of the weights that will verify them, and history ages by it."""

@@ -140,6 +140,10 @@ class HybridDrafter:
         self.history.finish(rollouts)
         self.model.finish(rollouts)
 
+    def absorb(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses that were decoded elsewhere become history; the model has no use for them."""
+        self.history.absorb(rollouts)
+
     def on_weights(self, version: int) -> None:
         """The policy moved to ``version``."""
         self._loosen()

@@ -70,6 +70,15 @@ class Finish(_Message, frozen=True):
     reasons: list[FinishReason]
 
 
+class Absorb(_Message, frozen=True):
+    """Complete responses that were decoded elsewhere; ``versions`` (int32) are those that began them."""
+
+    prompts: Texts
+    prompt_keys: list[str]
+    texts: Texts
+    versions: bytes
+
+
 class Propose(_Message, frozen=True):
     """Asks for ``Drafts``."""
 
@@ -205,7 +214,7 @@ class Failed(_Message, frozen=True):
     message: str
 
 
-Question = Hello | Start | Commit | Finish | Propose | Moved | Save | Take | Verify | Recall | Learned
+Question = Hello | Start | Commit | Finish | Absorb | Propose | Moved | Save | Take | Verify | Recall | Learned
 Answer = Drafts | Saved | Learned | Done | Refused | Failed
 
 T = TypeVar("T")

@@ -129,6 +129,10 @@ class Runner:
             output.last_hidden_state = output.last_hidden_state[:, self._keep_N]  # type: ignore[attr-defined]
         return output
 
+    def check_weights(self, tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None) -> None:
+        """Raise the WeightsError with which ``load_weights`` would refuse them."""
+        check_tensors(dict(self.model.named_parameters()), tensors, expected, "policy")
+
     def load_weights(self, tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None) -> None:
         """``copy_weights`` into the model."""
         copy_weights(self.model, tensors, expected)
@@ -151,6 +155,16 @@ def copy_tensors(
     own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None, whose: str
 ) -> None:
     """Copy ``tensors`` over those of the same name in ``own``, the weights of the ``whose``; as ``copy_weights``."""
+    check_tensors(own, tensors, expected, whose)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def check_tensors(
+    own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None, whose: str
+) -> None:
+    """Raise the WeightsError with which ``copy_tensors`` would refuse them."""
     missing = sorted((frozenset(own) if expected is None else expected) - set(tensors))
     unknown = sorted(set(tensors) - set(own))
     if missing or unknown:
@@ -163,6 +177,3 @@ def copy_tensors(
             raise WeightsError(
                 f"{name} has shape {tuple(tensor.shape)}, the {whose}'s is {tuple(own[name].shape)}; none was loaded"
             )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)

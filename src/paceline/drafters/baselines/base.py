@@ -96,6 +96,22 @@ class Baseline:
             live = self._live.pop(rollout.request_id)
             self.end(live, rollout.tokens.tolist(), rollout.finish_reason != "abort")
 
+    def absorb(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses that were decoded elsewhere, as if they had been said here at once."""
+        for rollout in rollouts:
+            request = RolloutRequest(
+                request_id=rollout.request_id,
+                prompt=rollout.prompt,
+                group=rollout.group,
+                prompt_key=rollout.prompt_key,
+            )
+            live, tokens = Live(request), rollout.tokens.tolist()
+            self.begin(live)
+            live.context += tokens
+            said = Outcome(request_id=live.name, tokens=rollout.tokens, accepted=0, drafted=0, finished=True)
+            self.extend(live, tokens, said)
+            self.end(live, tokens, True)
+
     def on_weights(self, version: int) -> None:
         """Drafts carry the version of the weights that will verify them."""
         self.version = version

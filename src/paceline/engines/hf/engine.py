@@ -211,6 +211,10 @@ class HFEngine:
         """The version of the weights that decode now."""
         return self._stats.weight_version
 
+    def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise the ``WeightsError`` with which ``load_weights`` would refuse them; nothing else happens."""
+        self._runner.check_weights(tensors, self._refit_names)
+
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """The policy moves to ``version``, also in the middle of requests: their later tokens carry it.
 
@@ -266,6 +270,12 @@ class HFEngine:
         self.controller.load_state(state["budget"])
         if "sentinel" in state:
             self.sentinel.load_state(state["sentinel"])
+
+    def absorb(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses that others decoded become history, at any time; a drafter without a history ignores them."""
+        self._check_open()
+        if self.drafter is not None:
+            self.drafter.absorb([rollout for rollout in rollouts if rollout.finish_reason != "abort"])
 
     def history_snapshot(self) -> bytes | None:
         """The drafter's history as ``encode_snapshot`` writes it, None without one. No request in flight."""

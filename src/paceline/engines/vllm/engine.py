@@ -222,6 +222,10 @@ class VllmEngine:
         stats.events.update(report.get("events", {}))
         return stats
 
+    def check_weights(self, tensors: Mapping[str, "torch.Tensor"]) -> None:
+        """Raise the WeightsError with which ``load_weights`` would refuse them; nothing else happens."""
+        self._weights.check(tensors)
+
     def load_weights(self, version: int, tensors: Mapping[str, "torch.Tensor"]) -> None:
         """The policy moves to ``version``. ``engine.vllm.pause`` says what becomes of requests in flight.
 
