@@ -27,9 +27,9 @@ def make_fleet(
 
     PacelineError, one line, for what cannot be honoured or started.
     """
-    watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
     if config.cluster.kind == "ray":
         from paceline.rl.cluster.ray_fleet import RayFleet
 
-        return RayFleet(watched, policy, has_grammars, warn)
+        return RayFleet(config, has_grammars)
+    watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
     return LocalFleet(make_engine(watched, policy, out / folder.EXPORT, has_grammars), config, warn)

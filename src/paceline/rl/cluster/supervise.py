@@ -119,7 +119,7 @@ class Supervisor:
         """Counters over all workers, those that are gone included, and the fleet's own events."""
         with self._news:
             parts = [each.stats for each in self._members.values() if each.stats is not None]
-            own = EngineStats(events={name: n for name, n in (self._events + Counter(self._sender.events)).items() if n})
+            own = EngineStats(events=dict(self._events + Counter(self._sender.events)))
             return total([self._gone, *parts, own])
 
     def close(self) -> None:
