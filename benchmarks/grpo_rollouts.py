@@ -11,7 +11,8 @@ import json
 import tempfile
 
 from paceline.config import load_config
-from paceline.report.metrics import first_and_later, identity_verdict
+from paceline.report.metrics import identity_verdict
+from paceline.report.summary import first_and_later
 from paceline.rl.loop import train
 
 

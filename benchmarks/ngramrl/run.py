@@ -16,7 +16,7 @@ import cells
 import msgspec
 
 from paceline.report.diff import diff_runs
-from paceline.report.metrics import first_and_later
+from paceline.report.summary import first_and_later
 from paceline.report.trace import read_metrics, write_atomically
 from paceline.rl import folder
 from paceline.rl.loop import train

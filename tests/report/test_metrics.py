@@ -13,15 +13,14 @@ from paceline.report.metrics import (
     budget_metrics,
     draft_savings,
     event_counts,
-    first_and_later,
     identity_verdict,
     phase_seconds,
     ratio,
     rollout_metrics,
     speedup,
-    summarise,
     tokens_per_forward,
 )
+from paceline.report.summary import first_and_later, summarise
 from paceline.schema import EngineStats, StepRecord
 from sample_run import make_record, make_rollout
 

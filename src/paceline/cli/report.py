@@ -17,7 +17,8 @@ def report(
     Writes report.html, one self-contained file, from the other files in the folder."""
     with one_line_errors():
         from paceline.report.html import write_report
-        from paceline.report.metrics import first_and_later, identity_verdict
+        from paceline.report.metrics import identity_verdict
+        from paceline.report.summary import first_and_later
         from paceline.report.trace import read_metrics
 
         path = write_report(run)

@@ -26,7 +26,7 @@ def train(
 
         from paceline.config import dump_config, load_config
         from paceline.report.live import LiveView, summary_table
-        from paceline.report.metrics import first_and_later
+        from paceline.report.summary import first_and_later
 
         effective = load_config(config, with_out(overrides, out))
         console = Console()

@@ -9,21 +9,11 @@ from pathlib import Path
 
 from paceline.config import Config, ConfigError, load_config
 from paceline.report import drafter_plots, plots
-from paceline.report.definitions import EVENTS, METRICS
 from paceline.report.example import Decode, Example, examples_html, make_examples
-from paceline.report.metrics import (
-    Summary,
-    counted,
-    event_counts,
-    first_and_later,
-    identity_verdict,
-    lossy_settings,
-    mean_age,
-    shown,
-    summarise,
-    summary_rows,
-)
+from paceline.report.html_tables import definitions_table, events_section, steps_table, summary_figure
+from paceline.report.metrics import counted, identity_verdict, lossy_settings, shown
 from paceline.report.overlap import overlap_section
+from paceline.report.summary import Summary, first_and_later, summarise
 from paceline.report.trace import TraceError, read_metrics, write_atomically
 from paceline.schema import StepRecord
 
@@ -74,23 +64,6 @@ _DRAFTER = (
 )
 
 
-#: Columns of every step that are left out where no step knows them.
-_OVERLAP_COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
-    ("age", lambda r: shown(mean_age(r.ages))),
-    ("oldest", lambda r: str(len(r.ages) - 1) if r.ages else "–"),
-    ("learner waited s", lambda r: shown(r.exposed_generation_seconds)),
-    ("workers idle s", lambda r: shown(r.exposed_training_seconds)),
-    ("overlap", lambda r: shown(r.overlap_share, ".0%")),
-    ("idle", lambda r: ", ".join(f"{role} {shown(share, '.0%')}" for role, share in r.idle_shares.items()) or "–"),
-    ("groups waiting", lambda r: str(r.groups_waiting) if r.workers_up or r.groups_waiting else "–"),
-    ("workers", lambda r: str(r.workers_up) if r.workers_up else "–"),
-    ("importance", lambda r: shown(r.importance_mean, ".3f")),
-    ("greatest", lambda r: shown(r.importance_max)),
-    ("beyond", lambda r: shown(r.importance_beyond, ".1%")),
-    ("effective", lambda r: shown(r.effective_samples, ".1%")),
-)
-
-
 def write_report(run_dir: str | Path, decode: Decode | None = None) -> Path:
     """Write ``report.html`` from the files in ``run_dir`` and return its path.
 
@@ -131,15 +104,15 @@ def render(
             _lossy_banner(records),
             _header(name, records, config),
             _tiles(records),
-            _pictures("What it learned", _LEARNING, records, _summary(records)),
+            _pictures("What it learned", _LEARNING, records, summary_figure(records)),
             _pictures("What drafting gave", _SPEED, records),
             _pictures("Who drafted", _DRAFTER, records),
             overlap,
             examples_html(examples),
-            _events(records),
-            _details("Every step", _steps_table(records)),
+            events_section(records),
+            _details("Every step", steps_table(records)),
             _details("Configuration", f"<pre>{escape(config_text)}</pre>") if config_text else "",
-            _details("What each number means", _definitions()),
+            _details("What each number means", definitions_table()),
             f"<footer>Written by paceline {escape(version('paceline'))}.</footer>",
         )
     )
@@ -281,76 +254,6 @@ def _pictures(
         if svg
     )
     return f'<h2>{escape(title)}</h2><div class="plots">{figures}{beside}</div>' if figures or beside else ""
-
-
-def _summary(records: Sequence[StepRecord]) -> str:
-    """The first epoch beside the later ones, line by line."""
-    first, later = first_and_later(records)
-    head = "".join(f"<th>{name}</th>" for name in ("first epoch", "later epochs")[: 2 if later else 1])
-    rows = "".join(
-        f"<tr><td>{escape(line)}</td>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
-        for line, texts in summary_rows(first, later)
-    )
-    return (
-        "<figure><figcaption><h3>First epoch and later ones</h3>"
-        "<p>There is history to draft from once a prompt has been visited.</p>"
-        f'</figcaption><table class="summary"><tr><th></th>{head}</tr>{rows}</table></figure>'
-    )
-
-
-def _events(records: Sequence[StepRecord]) -> str:
-    counts = event_counts(records)
-    if not counts:
-        return '<h2>Events</h2><p class="note">None: no fallback, no fault, no ignored setting.</p>'
-    rows = []
-    for event, count in counts.items():
-        steps = [record.step for record in records if event in record.events]
-        where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-        what = escape(EVENTS.get(event, ""))
-        rows.append(
-            f'<tr><td>{escape(event)}</td><td class="number">{count:,}</td><td>{where}</td><td>{what}</td></tr>'
-        )
-    head = '<tr><th>event</th><th class="number">count</th><th>where</th><th></th></tr>'
-    return f'<h2>Events</h2><div class="plain scroll"><table class="words events">{head}{"".join(rows)}</table></div>'
-
-
-def _steps_table(records: Sequence[StepRecord]) -> str:
-    columns: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
-        ("step", lambda r: str(r.step)),
-        ("epoch", lambda r: str(r.epoch)),
-        ("reward", lambda r: shown(r.reward, ".3f")),
-        ("held-out", lambda r: shown(r.eval_reward, ".3f")),
-        ("tokens", lambda r: f"{r.tokens:,}"),
-        ("per forward", lambda r: shown(r.tokens_per_forward)),
-        ("acceptance", lambda r: shown(r.acceptance, ".0%")),
-        ("kept at 1, 2, 3", lambda r: " ".join(shown(share, ".0%") for share in r.depth_acceptance[:3]) or "–"),
-        ("× projected", lambda r: shown(r.speedup_projected)),
-        ("× measured", lambda r: shown(r.speedup_measured)),
-        ("identity", lambda r: r.identity if r.identity != "not checked" else "–"),
-        ("generation s", lambda r: shown(r.seconds.get("generation", math.nan))),
-        ("train s", lambda r: shown(r.seconds.get("train", math.nan))),
-        ("loss", lambda r: shown(r.loss, ".4f")),
-        ("entropy", lambda r: shown(r.entropy, ".3f")),
-        ("KL", lambda r: shown(r.kl, ".4f")),
-        ("gradient", lambda r: shown(r.grad_norm, ".3f")),
-        ("drift", lambda r: shown(r.mismatch_kl, ".1e")),
-        ("truncated", lambda r: shown(r.truncated, ".0%")),
-        ("draft loss", lambda r: shown(r.draft_loss, ".3f")),
-        ("draft saved s", lambda r: shown(r.draft_gain_seconds)),
-        ("draft trained s", lambda r: shown(r.draft_train_seconds)),
-    )
-    columns += tuple(column for column in _OVERLAP_COLUMNS if any(column[1](record) != "–" for record in records))
-    head = "".join(f"<th>{escape(name)}</th>" for name, _ in columns)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(show(r))}</td>' for _, show in columns)}</tr>" for r in records)
-    return f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
-
-
-def _definitions() -> str:
-    rows = "".join(
-        f"<tr><td>{escape(m.name)}</td><td>{escape(m.unit)}</td><td>{escape(m.definition)}</td></tr>" for m in METRICS
-    )
-    head = "<tr><th>metric</th><th>unit</th><th>definition</th></tr>"
-    return f'<div class="scroll"><table class="words">{head}{rows}</table></div>'
 
 
 def _details(title: str, inner: str) -> str:

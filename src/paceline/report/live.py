@@ -14,14 +14,13 @@ from rich.text import Text
 
 from paceline.report.metrics import (
     counted,
-    first_and_later,
     identity_verdict,
     lossy_settings,
     mean_age,
     ran_ahead,
     shown,
-    summary_rows,
 )
+from paceline.report.summary import first_and_later, summary_rows
 from paceline.schema import StepRecord
 
 #: The phases told apart in the bar, with their colours; all others are shown as ``other``.
