@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.forward.pretrained import ModelError
+from paceline.forward.sharding import gathered, placed, saved
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _NARROW = (torch.bfloat16, torch.float16)
@@ -18,7 +19,8 @@ class Optimiser:
 
     A weight in 16 bits cannot take a step of a thousandth of itself, so such weights have float32 masters: the step is
     taken on those, and the model gets them rounded. The rate rises over ``warmup_steps`` and is constant then, or
-    falls as a ``cosine`` to 0 after ``schedule_steps`` steps.
+    falls as a ``cosine`` to 0 after ``schedule_steps`` steps. Parameters may be sharded (DTensor): then the masters and
+    moments are too, and all ranks call alike.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Optimiser:
             if master is not self._parameters[name]:
                 own = self._parameters[name].grad
                 master.grad = None if own is None else own.float()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._max_grad_norm))
+        norm = float(gathered(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._max_grad_norm)))
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
                 group["lr"] = self.lr()
@@ -75,14 +77,17 @@ class Optimiser:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """A flat dict of CPU tensors: the count of steps, the moments, and the masters where there are any."""
+        """A flat dict of CPU tensors: the count of steps, the moments, and the masters where there are any.
+
+        Of sharded parameters rank 0 has the whole tensors, and the others empty ones.
+        """
         tensors = {"updates": torch.tensor(self.updates)}
         for name, parameter in self._parameters.items():
             master = self._masters[name]
             if master is not parameter:
-                tensors[f"{name}.master"] = master.detach().cpu().clone()
+                tensors[f"{name}.master"] = saved(master)
             for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{name}.{key}"] = value.detach().cpu().clone()
+                tensors[f"{name}.{key}"] = saved(value)
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -101,11 +106,12 @@ class Optimiser:
                 }
                 # AdamW counts its steps on the CPU.
                 moments[master] = {
-                    key: value.to("cpu" if key == "step" else master.device, copy=True) for key, value in own.items()
+                    key: value.to("cpu", copy=True) if key == "step" else placed(value, master).clone()
+                    for key, value in own.items()
                 }
         with torch.no_grad():
             for master, value in masters.items():
-                master.copy_(value)
+                master.copy_(placed(value, master))
         self._adamw.state.clear()
         self._adamw.state.update(moments)
         self.updates = updates

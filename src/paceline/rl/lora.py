@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import LoraConfig, PolicyConfig
 from paceline.forward.layers import decoder_layers
+from paceline.forward.sharding import gathered, placed
 from paceline.rl.models import ModelError
 
 _ADAPTER = "default"
@@ -87,9 +88,9 @@ def plain_name(name: str) -> str:
 @torch.no_grad()
 def merged_weight(layer: LoraLinear) -> Tensor:
     """A new tensor W + scale B A in W's dtype; product and sum in float32 at least."""
-    base = layer.get_parameter("base_layer.weight")
+    base = gathered(layer.get_parameter("base_layer.weight"))
     wide = torch.promote_types(base.dtype, torch.float32)
-    a, b = (layer.get_parameter(f"lora_{side}.{_ADAPTER}.weight").to(wide) for side in "AB")
+    a, b = (gathered(layer.get_parameter(f"lora_{side}.{_ADAPTER}.weight")).to(wide) for side in "AB")
     delta = (b @ a) * layer.scaling[_ADAPTER]
     # A Conv1D (GPT-2) keeps its weight as (in, out).
     return (base.to(wide) + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype)
@@ -175,7 +176,7 @@ def copy_exactly(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], wher
     if unknown := sorted(set(given) - set(wanted)):
         raise ModelError(f"{where}: tensor {unknown[0]} has no place in this policy")
     for name, tensor in wanted.items():
-        tensor.copy_(given[name])
+        tensor.copy_(placed(given[name], tensor))
 
 
 def write_adapter(model: PeftModel, directory: Path, base: str | None, dtype: torch.dtype | None = None) -> None:

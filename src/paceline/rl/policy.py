@@ -16,6 +16,7 @@ from paceline.config import Config, PolicyConfig
 from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
 from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
+from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
 from paceline.rl.scoring import Scorer
@@ -88,11 +89,16 @@ class Policy:
     def refit_tensors(self) -> dict[str, Tensor]:
         """Those weights by plain name, adapters merged, in the model's dtype; the model is left as it is.
 
-        With LoRA the tensors are new. Without, they are the live weights: copy them before the next update.
+        With LoRA the tensors are new. Without, they are the live weights: copy them before the next update. Those of a
+        sharded policy are gathered one by one: rank 0 gets copies on the CPU, the others empty tensors.
         """
         if self.adapter is None:
-            return {name: parameter.detach() for name, parameter in self.trainable()}
-        return {f"{name}.weight": lora.merged_weight(layer) for name, layer in lora.adapted(self.adapter)}
+            live = ((name, parameter.detach()) for name, parameter in self.trainable())
+            return {name: saved(weight) if is_sharded(weight) else weight for name, weight in live}
+        return {
+            f"{name}.weight": on_first_rank(lora.merged_weight(layer), layer.get_parameter("base_layer.weight"))
+            for name, layer in lora.adapted(self.adapter)
+        }
 
     def engine_model(self) -> PreTrainedModel:
         """An independent plain copy with merged weights, in eval mode and without gradients, for an engine to own."""
@@ -152,8 +158,8 @@ class Policy:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of what trains, by name, on the CPU."""
-        return {name: parameter.detach().cpu().clone() for name, parameter in self.trainable()}
+        """Copies of what trains, by name, on the CPU; of a sharded policy rank 0 has them, and others empty ones."""
+        return {name: saved(parameter) for name, parameter in self.trainable()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what ``state`` gave; where a tensor does not fit, ModelError names it and nothing changes."""
@@ -163,6 +169,17 @@ class Policy:
     @contextmanager
     def weights_of(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Within it the trainable weights are ``tensors`` (by name, on the model's device). No graph may be live."""
+        pairs = [(parameter, tensors[name]) for name, parameter in self.trainable()]
+        if any(is_sharded(parameter) for parameter, _ in pairs):
+            # What is gathered is the storage of the parameter, whatever its ``data`` says.
+            for pair in pairs:
+                exchange(*pair)
+            try:
+                yield
+            finally:
+                for pair in pairs:
+                    exchange(*pair)
+            return
         own = {name: parameter.data for name, parameter in self.trainable()}
         try:
             for name, parameter in self.trainable():
