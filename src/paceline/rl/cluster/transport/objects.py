@@ -13,6 +13,8 @@ def put(plan: Plan) -> Parcel:
     """The parcel of a plan; beyond the weights it takes the memory of one part at a time."""
     import ray
 
+    if not ray.is_initialized():
+        raise TransportError("there is no Ray object store to send weights through; start or join a cluster first")
     parts, digests = [], []
     for size, sources in zip(plan.sizes, plan.sources, strict=True):
         part_N = _part(size, sources)
@@ -26,6 +28,8 @@ def get(manifest: Manifest, parcel: Parcel, timeout_s: float) -> list[Tensor]:
     import ray
     from ray.exceptions import RayError
 
+    if len(parcel.parts) != len(manifest.sizes) or not ray.is_initialized():  # or Ray would start a cluster
+        raise TransportError(f"weights of version {manifest.version}: not in the object store; publish them again")
     try:
         arrays = ray.get(list(parcel.parts), timeout=timeout_s)
     except (RayError, ValueError, TypeError) as error:
