@@ -69,7 +69,7 @@ class Follower:
             policy.load_state(recording.weights(step))
             requests, rows = recording.requests(step), recording.rows(step)
             started = time.process_time()
-            documents = tapped(policy, requests, [as_tokens(row.tokens) for row in rows], head)
+            documents, _ = tapped(policy, requests, [as_tokens(row.tokens) for row in rows], head)
             scored = time.process_time()
             found = trainer.train(documents)
             seconds = {"logprob": scored - started, "drafter": time.process_time() - scored}
@@ -88,15 +88,16 @@ class Follower:
 
 def tapped(
     policy: Policy, requests: Sequence[RolloutRequest], responses: Sequence[Tokens], head: Head
-) -> list[Document]:
-    """What the log-probability pass over rollouts tells a head."""
+) -> tuple[list[Document], float]:
+    """What the log-probability pass over rollouts tells a head, and the policy's mean entropy in nats."""
     collector = Collector(policy.model, head.taps)
     try:
         with torch.no_grad():
-            policy.scorer.logprobs([request.prompt for request in requests], responses, 1.0, collector)
+            prompts = [request.prompt for request in requests]
+            _, entropy_N = policy.scorer.logprobs(prompts, responses, 1.0, collector)
     finally:
         collector.close()
-    return collector.documents()
+    return collector.documents(), float(entropy_N.mean())
 
 
 def in_domain(recording: Recording) -> Path:

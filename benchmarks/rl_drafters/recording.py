@@ -27,8 +27,8 @@ from paceline.rl.tasks import make_task
 from paceline.schema import RolloutRequest, StepRecord, as_tokens
 
 HERE = Path(__file__).parent
-#: Learning rates of the policy: that of the experiment, and one at which a frozen drafter decays.
-SPEEDS = {"run": 1e-4, "moving": 4e-4}
+#: Learning rates of the policy: that of the experiment, and higher ones, to see what frozen drafters lose.
+SPEEDS = {"run": 1e-4, "x4": 4e-4, "x8": 8e-4, "x16": 1.6e-3}
 QUICK = ("rl.steps=3", "rl.prompts_per_step=2", "rl.group_size=2", "sampling.max_tokens=24")
 
 

@@ -2,7 +2,8 @@
 
 One plain GRPO run a policy is recorded with its weights; heads follow it, from a random and from an in-domain start,
 trained after every step; then its steps are decoded again with every head, frozen and trained, at every depth, at
-batch 8 and 32. Tokens do not depend on the drafter, so one recorded run serves all of them.
+batch 8 and 32. Tokens do not depend on the drafter, so one recorded run serves all of them. Runs at higher learning rates
+show what a frozen head loses, and why.
 
     python benchmarks/rl_drafters/run.py                  # everything, then the tables
     python benchmarks/rl_drafters/run.py --only zero      # one policy
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import cells
+import drift
 import heads
 import policies
 import tables
@@ -34,7 +36,7 @@ from paceline.rl import folder
 from paceline.rl.loop import train
 from paceline.rl.schooling import Schooling
 
-PARTS = ("record", "heads", "cells", "decay")
+PARTS = ("record", "heads", "cells", "decay", "drift")
 TITLES = {"zero": "RL-Zero", "think": "RL-Think"}
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "rl_drafters_decay.png"
 
@@ -51,14 +53,21 @@ class Plan:
     batches: tuple[int, ...] = cells.BATCHES
     steps: tuple[int, ...] = (11, 15, 19, 23)
     decay_depth: int = 3
+    speeds: tuple[str, ...] = tuple(SPEEDS)
 
     def recording(self, name: str, speed: str) -> Recording:
         """The recorded run of a policy."""
         return Recording(name, speed, self.size, self.home, self.overrides)
 
     def followers(self, run: Recording) -> dict[heads.Start, heads.Follower]:
-        """The heads that follow it."""
-        return {start: heads.Follower(run, start, self.schooling) for start in heads.STARTS}
+        """The heads that follow it; where a policy moves fast, only one that has something to lose."""
+        starts = heads.STARTS if run.speed == "run" else ("in-domain",)
+        return {start: heads.Follower(run, start, self.schooling) for start in starts}
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The speeds at which a policy leaves its start behind."""
+        return tuple(speed for speed in self.speeds if speed != "run")
 
     def results(self, name: str) -> Path:
         """Where results are kept."""
@@ -73,7 +82,7 @@ def quick(home: Path) -> Plan:
 def do(plan: Plan, names: Sequence[str], parts: Sequence[str]) -> None:
     """Run the parts of the experiment that are asked for and missing."""
     for name in names:
-        for speed in SPEEDS:
+        for speed in plan.speeds:
             run = plan.recording(name, speed)
             if "record" in parts:
                 run.make(say)
@@ -85,13 +94,22 @@ def do(plan: Plan, names: Sequence[str], parts: Sequence[str]) -> None:
             if not file.is_file():
                 chosen = cells.all_cells(batch, plan.depths)
                 keep(file, run, plan.followers(run), cells.measure(run, plan.followers(run), chosen, plan.steps, say))
-        run = plan.recording(name, "moving")
-        file = plan.results(f"{name}-decay")
-        if "decay" in parts and not file.is_file():
-            followers = plan.followers(run)
-            own = [cells.Cell(max(plan.batches), plan.decay_depth, s, a) for s in followers for a in (True, False)]
-            # The first step is decoded twice, as the first one given warms up.
-            keep(file, run, followers, cells.measure(run, followers, own, (0, *range(run.steps)), say))
+        for speed in plan.moving:
+            move(plan, name, speed, parts)
+
+
+def move(plan: Plan, name: str, speed: str, parts: Sequence[str]) -> None:
+    """Measure what a head from an in-domain start gives on a policy that moves, frozen and trained, and why."""
+    run = plan.recording(name, speed)
+    followers = plan.followers(run)
+    file = plan.results(f"{name}-decay-{speed}")
+    if "decay" in parts and not file.is_file():
+        own = [cells.Cell(max(plan.batches), plan.decay_depth, is_adapted=adapted) for adapted in (True, False)]
+        # The first step is decoded twice, as the first one given warms up.
+        keep(file, run, followers, cells.measure(run, followers, own, (0, *range(run.steps)), say))
+    file = plan.results(f"{name}-drift-{speed}")
+    if "drift" in parts and not file.is_file():
+        file.write_text(json.dumps(drift.measure(run, followers["in-domain"], say), indent=1), encoding="utf-8")
 
 
 def keep(
@@ -120,7 +138,7 @@ def keep(
 
 def show(plan: Plan, names: Sequence[str], figure: Path | None = None) -> None:
     """Print the tables of what was measured."""
-    decays: dict[str, dict[str, Any]] = {}
+    decays: dict[tuple[str, str], dict[str, Any]] = {}
     for name in names:
         for batch in plan.batches:
             file = plan.results(f"{name}-{batch}")
@@ -131,13 +149,16 @@ def show(plan: Plan, names: Sequence[str], figure: Path | None = None) -> None:
                 say(tables.step_table(result))
                 say("")
                 say(tables.generation_table(result))
-        file = plan.results(f"{name}-decay")
-        if file.is_file():
-            decays[TITLES[name]] = json.loads(file.read_text())
-    for title, result in decays.items():
-        rewards = result["reward"]
-        say(f"\n### {title}, a policy that moves (reward {rewards[0]:.2f} to {rewards[-1]:.2f})\n")
-        say(tables.decay_table(result))
+        for speed in plan.moving:
+            file, why = (plan.results(f"{name}-{part}-{speed}") for part in ("decay", "drift"))
+            if file.is_file():
+                rate = f"learning rate {SPEEDS[speed]:g}"
+                result = decays[TITLES[name], rate] = json.loads(file.read_text())
+                say(f"\n### {TITLES[name]}, {rate}\n")
+                say(tables.decay_table(result))
+            if why.is_file():
+                say("")
+                say(tables.drift_table(json.loads(why.read_text())))
     if decays and figure is not None:
         tables.draw_decay(decays, figure)
         say(f"\n{figure}")

@@ -97,20 +97,36 @@ def _title(how: dict[str, Any]) -> str:
 
 
 def decay_table(result: dict[str, Any], every: int = 4) -> str:
-    """Tokens per forward and acceptance of each head by step, ``every`` so many steps together."""
+    """Tokens per forward of each head by step, ``every`` so many steps together, and the run's reward and entropy."""
+    steps = [int(own["step"]) for own in result["cells"][0]["by_step"]]
+    parts = [slice(at, at + every) for at in range(0, len(steps), every)]
     rows = []
     for cell in result["cells"]:
-        how = cell["cell"]
-        parts = [cell["by_step"][at : at + every] for at in range(0, len(cell["by_step"]), every)]
-        rows.append(
-            [
-                f"{how['start']}, {'online' if how['is_adapted'] else 'frozen'}",
-                *(f"{_sum(part, 'tokens') / _sum(part, 'row_forwards'):.2f}" for part in parts),
-            ]
-        )
-    steps = [own["step"] for own in result["cells"][0]["by_step"]]
-    names = [f"{steps[at]}–{steps[min(at + every, len(steps)) - 1]}" for at in range(0, len(steps), every)]
-    return markdown(["tokens per forward in steps", *names], rows)
+        groups = [cell["by_step"][part] for part in parts]
+        rates = (ratio(_sum(group, "tokens"), _sum(group, "row_forwards")) for group in groups)
+        rows.append([f"tokens per forward, {_trained(cell)}", *(f"{rate:.2f}" for rate in rates)])
+    for name in ("reward", "entropy"):
+        values = [result[name][step] for step in steps]
+        rows.append([name, *(f"{np.mean(values[part]):.2f}" for part in parts)])
+    return markdown(["steps", *(f"{steps[part][0]}–{steps[part][-1]}" for part in parts)], rows)
+
+
+def _trained(cell: dict[str, Any]) -> str:
+    return "online" if cell["cell"]["is_adapted"] else "frozen"
+
+
+def drift_table(rows: Sequence[dict[str, Any]]) -> str:
+    """What heads and the policy have in common on the first step's texts and on each step's own, by step."""
+    lines = []
+    for texts, title in (("first", "the first step's texts"), ("own", "its own texts")):
+        own = [row for row in rows if row["texts"] == texts]
+        values = {
+            "overlap, frozen": [row["frozen"]["overlap_1"] for row in own],
+            "overlap, online": [row["online"]["overlap_1"] for row in own],
+            "entropy": [row["entropy"] for row in own],
+        }
+        lines += [[f"{title}: {name}", *(f"{value:.2f}" for value in found)] for name, found in values.items()]
+    return markdown(["the policy of step", *(str(step) for step in sorted({row["step"] for row in rows}))], lines)
 
 
 def _sum(part: Sequence[dict[str, float]], name: str) -> float:
@@ -122,35 +138,31 @@ def tokens_by_step(cell: dict[str, Any]) -> dict[int, float]:
     return {int(own["step"]): own["tokens"] / own["row_forwards"] for own in cell["by_step"]}
 
 
-def draw_decay(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Tokens per forward by step, one panel a run, one line a head."""
+def draw_decay(results: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
+    """Tokens per forward by step: a row of panels a policy, a column a speed, one line a head."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     from paceline.simulate.plot import COLOURS, STYLE
 
-    starts = sorted({cell["cell"]["start"] for result in results.values() for cell in result["cells"]})
+    policies, speeds = (list(dict.fromkeys(names)) for names in zip(*results, strict=True))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.5 + 4.5 * len(results), 3.6), layout="constrained")
-        panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
-        for axes, (title, result) in zip(panels, results.items(), strict=True):
-            for cell in result["cells"]:
-                how, values = cell["cell"], tokens_by_step(cell)
-                name = f"{how['start']}, {'online' if how['is_adapted'] else 'frozen'}"
-                axes.plot(
-                    list(values),
-                    list(values.values()),
-                    label=name,
-                    color=COLOURS[starts.index(how["start"])],
-                    linestyle="-" if how["is_adapted"] else "--",
-                )
-            axes.set_title(title, fontsize=11)
-            axes.set_xlabel("step")
+        figure = Figure(figsize=(1.2 + 3.4 * len(speeds), 0.4 + 2.6 * len(policies)), layout="constrained")
+        panels = figure.subplots(len(policies), len(speeds), squeeze=False, sharex=True, sharey=True)
+        for (policy, speed), result in results.items():
+            axes = panels[policies.index(policy)][speeds.index(speed)]
+            for cell, colour in zip(result["cells"], COLOURS, strict=False):
+                values = tokens_by_step(cell)
+                line = "-" if cell["cell"]["is_adapted"] else "--"
+                axes.plot(list(values), list(values.values()), label=_trained(cell), color=colour, linestyle=line)
+            axes.set_title(f"{policy}, {speed}", fontsize=10)
             axes.set_ylim(bottom=1)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        panels[0].set_ylabel(f"tokens per forward, k = {results[title]['cells'][0]['cell']['depth']}")
-        lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
-        panels[-1].legend(lines.values(), lines.keys(), loc="center left", bbox_to_anchor=(1, 0.5))
+        for axes in panels[-1]:
+            axes.set_xlabel("step")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("tokens per forward")
+        panels[0][0].legend(loc="lower right")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)

@@ -20,7 +20,7 @@ def scripts():
         return {name: importlib.import_module(name) for name in ("policies", "recording", "heads", "tables", "run")}
     finally:
         sys.path.remove(str(FOLDER))
-        for name in ("policies", "recording", "heads", "cells", "tables", "run"):
+        for name in ("policies", "recording", "heads", "cells", "drift", "tables", "run"):
             sys.modules.pop(name, None)
 
 
@@ -39,10 +39,11 @@ def done(scripts, tmp_path_factory):
         batches=(4,),
         steps=(0, 1),
         decay_depth=2,
+        speeds=("run", "x4"),
     )
     said = []
     patch.setattr(scripts["run"], "say", said.append)
-    scripts["run"].do(plan, ["think"], ("record", "heads", "cells", "decay"))
+    scripts["run"].do(plan, ["think"], ("record", "heads", "cells", "decay", "drift"))
     scripts["run"].show(plan, ["think"], home / "decay.png")
     yield plan, said
     patch.undo()
@@ -88,9 +89,22 @@ def test_tables_and_picture_come_from_what_was_measured(scripts, done):
     lines = "\n".join(said).split("\n")
     total = next(line for line in lines if line.startswith("| total"))
     assert f"{sum(seconds.values()):.2f}" in total
-    decay = result_of(plan, "think-decay")["cells"]
-    assert [[own["step"] for own in cell["by_step"]] for cell in decay] == [[0, 1]] * 4
+    decay = result_of(plan, "think-decay-x4")["cells"]
+    assert [[own["step"] for own in cell["by_step"]] for cell in decay] == [[0, 1]] * 2
     assert (plan.home / "decay.png").stat().st_size > 5000
+
+
+def test_drift_judges_the_trained_head_beside_the_frozen_one_on_the_same_texts(done):
+    plan, said = done
+    rows = result_of(plan, "think-drift-x4")
+    assert [(row["step"], row["texts"]) for row in rows] == [(0, "first"), (0, "own"), (1, "first"), (1, "own")]
+    start, own, later, moved = rows
+    assert start | {"texts": "own"} == own
+    assert start["frozen"] == start["online"]
+    assert later["frozen"]["tokens"] == later["online"]["tokens"] == start["frozen"]["tokens"]
+    assert later["frozen"]["overlap_1"] != later["online"]["overlap_1"]
+    assert 0 < moved["online"]["overlap_1"] <= 1
+    assert any("the first step's texts: overlap, online" in text for text in said)
 
 
 def test_the_bound_of_a_step_is_the_papers(scripts):
