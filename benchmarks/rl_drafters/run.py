@@ -2,8 +2,8 @@
 
 One plain GRPO run a policy is recorded with its weights; heads follow it, from a random and from an in-domain start,
 trained after every step; then its steps are decoded again with every head, frozen and trained, at every depth, at
-batch 8 and 32. Tokens do not depend on the drafter, so one recorded run serves all of them. Runs at higher learning rates
-show what a frozen head loses, and why.
+batch 8 and 32. Tokens do not depend on the drafter, so one recorded run serves all of them. Runs at higher learning
+rates show what a frozen head loses, and why.
 
     python benchmarks/rl_drafters/run.py                  # everything, then the tables
     python benchmarks/rl_drafters/run.py --only zero      # one policy
