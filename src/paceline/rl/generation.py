@@ -151,6 +151,8 @@ class Generation:
 
         Those are the weights that must sample again, with ``wait``, what is not finished.
         """
+        if self._thread is None:
+            self._book(self.fleet.collect(0))
         with self._news:
             waiting = self.schedule.waiting
             done = [rollout for group in waiting for rollout in group.rollouts.values()]

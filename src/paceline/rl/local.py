@@ -41,9 +41,9 @@ class LocalFleet:
             order.begun = self.engine.version
         self._begin([request for order in orders for request in order.requests])
 
-    def collect(self, seconds: float) -> list[Rollout]:  # noqa: ARG002
-        """Decode until something finishes, however long that takes."""
-        while not self._finished and self.engine.busy:
+    def collect(self, seconds: float) -> list[Rollout]:
+        """Decode until something finishes, however long that takes; with 0 seconds, what finished before."""
+        while seconds and not self._finished and self.engine.busy:
             self._step()
         finished, self._finished = self._finished, []
         return finished
