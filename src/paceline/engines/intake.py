@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 from transformers import PreTrainedModel
 
 from paceline.sampling.grammar import GrammarError, Matcher, Vocabulary
-from paceline.schema import PacelineError, RolloutRequest, derive_seed
+from paceline.schema import PacelineError, Rollout, RolloutRequest, derive_seed
 
 
 class RequestError(PacelineError):
@@ -58,18 +59,41 @@ class Limits:
                 )
         if params.stop and not self.has_decode:
             raise RequestError(f"{name} has stop strings; give the engine `decode`, or use stop_token_ids")
+        if request.begun is not None:
+            self._check_begun(request, request.begun)
         needs = min(length + params.max_tokens, self.context)
         if self.kv_tokens and needs > self.kv_tokens:
             raise RequestError(
                 f"{name} may need {needs} positions, engine.kv_tokens is {self.kv_tokens}; raise it or lower max_tokens"
             )
 
+    def _check_begun(self, request: RolloutRequest, begun: Rollout) -> None:
+        """What was said must be this request's, and unfinished: the noise that follows is that of its own positions."""
+        name, tokens = f"request {request.request_id}", begun.tokens
+        if begun.request_id != request.request_id or not np.array_equal(begun.prompt, request.prompt):
+            raise RequestError(f"{name}: what was begun is {begun.request_id}'s, or of another prompt; give its own")
+        if begun.logprob_mode != request.params.logprobs:
+            raise RequestError(
+                f"{name}: what was begun has {begun.logprob_mode} log-probabilities, its parameters ask for "
+                f"{request.params.logprobs} ones; keep them as they were"
+            )
+        room = min(request.params.max_tokens, self.context - len(request.prompt))
+        if begun.finish_reason != "abort" or len(tokens) >= room:
+            raise RequestError(
+                f"{name}: what was begun is complete ({begun.finish_reason}, {len(tokens)} of {room} tokens)"
+            )
+        if ((tokens < 0) | (tokens >= self.vocabulary)).any():
+            raise RequestError(f"{name}: what was begun has a token outside the vocabulary of {self.vocabulary}")
+        arrays = (begun.logprobs, begun.raw_logprobs, begun.margins, begun.versions, begun.sources)
+        if any(len(array) != len(tokens) for array in arrays):
+            raise RequestError(f"{name}: what was begun has arrays of other lengths than its {len(tokens)} tokens")
+
 
 def expand(request: RolloutRequest) -> list[tuple[RolloutRequest, int]]:
     """The request's samples with their indices: itself, or ``n`` children with ids and seeds of their own."""
     params = request.params
     if params.n == 1:
-        return [(request, 0)]
+        return [(request, 0 if request.begun is None else request.begun.sample_index)]
     children = []
     for index in range(params.n):
         own = msgspec.structs.replace(params, n=1, seed=derive_seed("sample", request.seed, index))

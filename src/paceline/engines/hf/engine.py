@@ -125,15 +125,22 @@ class HFEngine:
 
         Raises RequestError for an id that is in flight, a prompt that leaves no room in the context, a token of the
         prompt or of a parameter outside the vocabulary, stop strings without ``decode``, a grammar that does not
-        compile, or without a tokenizer or a stop id, and a request that could never fit in ``kv_tokens``.
+        compile, or without a tokenizer or a stop id, a request that could never fit in ``kv_tokens``, and a ``begun``
+        that is another request's, or complete. What was begun goes on as it would have where it was cut, if
+        ``params.seed`` is what it was.
         """
         self._check_open()
         samples = [sample for request in requests for sample in expand(request)]
-        self._limits.check([request for request, _ in samples], {row.request_id for row in self._queue.rows()})
+        in_flight = {row.request_id for row in self._queue.rows()} | {rollout.request_id for rollout in self._done}
+        self._limits.check([request for request, _ in samples], in_flight)
         self._queue.add([(request, index, self._spec(request)) for request, index in samples])
         self._scheduler.lengths.start([request for request, _ in samples])
         if self.drafter is not None:
             self.drafter.start([request for request, _ in samples])
+            begun = [request.begun for request, _ in samples if request.begun is not None and len(request.begun.tokens)]
+            said = [Outcome(request_id=r.request_id, tokens=r.tokens, accepted=0, drafted=0) for r in begun]
+            if said:
+                self.drafter.commit(said)
 
     def step(self) -> list[Rollout]:
         """One forward pass over the running requests; returns the rollouts that finished in it.

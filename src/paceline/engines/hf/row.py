@@ -16,7 +16,8 @@ _OTHER = SOURCES.index("other")
 class Row:
     """A request's state. ``total`` committed tokens (prompt included), of which the first ``cached`` have KV.
 
-    Of the policy's states at these the drafter has been given the first ``seen``.
+    Of the policy's states at these the drafter has been given the first ``seen``. A row that was begun elsewhere starts
+    with what it has said, and with the record of it.
     """
 
     def __init__(self, request: RolloutRequest, sample_index: int, spec: Spec, arrival: int) -> None:
@@ -42,6 +43,19 @@ class Row:
         self._sources: list[npt.NDArray[np.uint8]] = []
         self._versions: list[npt.NDArray[np.int32]] = []
         self._accept_lengths: list[int] = []
+        if request.begun is not None:
+            self._go_on(request.begun)
+
+    def _go_on(self, begun: Rollout) -> None:
+        self.total += len(begun.tokens)
+        self.response[:] = begun.tokens
+        self.forwards, self.drafted, self.accepted = begun.forwards, begun.drafted, begun.accepted
+        self._processed.append(begun.logprobs)
+        self._raw.append(begun.raw_logprobs)
+        self._margins.append(begun.margins)
+        self._sources.append(begun.sources)
+        self._versions.append(begun.versions)
+        self._accept_lengths += begun.accept_lengths.tolist()
 
     @property
     def request_id(self) -> str:
