@@ -3,12 +3,13 @@
 import math
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -18,14 +19,16 @@ from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, read_snapshot
 from paceline.report.html import write_report
 from paceline.report.live import Event, Plan
-from paceline.report.metrics import age_counts, budget_metrics, rollout_metrics, speedup
+from paceline.report.metrics import budget_metrics
+from paceline.report.timeline import overlap_metrics
 from paceline.report.trace import (
     MetricsWriter,
     PromptRow,
+    StepSpans,
+    TimelineWriter,
     TraceRow,
     TraceWriter,
     read_metrics,
-    trace_row,
     truncate_from,
     write_prompts,
 )
@@ -41,6 +44,7 @@ from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, warnings_told, weights_stale
 from paceline.rl.policy import Policy
+from paceline.rl.records import step_record, trace_rows
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
 from paceline.rl.timing import Clock, stop_after_step
@@ -88,6 +92,7 @@ class Run:
         self.tell = tell
         self.records: list[StepRecord] = []
         self._next_step = 0
+        self._told_until = time.time()
         tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
         # The judges fork their workers here, while this process is still small.
         self._judges = {name: Judge(task, name=name, seconds=config.rl.reward_seconds) for name, task in tasks.items()}
@@ -183,6 +188,8 @@ class Run:
             rewards=rewards,
             group_ids=[request.group for request in taken.requests],
             engine_logprobs=[rollout.logprobs for rollout in rollouts],
+            versions=[rollout.versions for rollout in rollouts],
+            version=step,
         )
         self.cotraining.decide(step, rollouts, clock.seconds["generation"], self.curriculum.steps - step - 1)
         with self.fleet.resting():
@@ -209,56 +216,36 @@ class Run:
             eval_reward, _ = self.evaluate(f"eval/{step}")
         clock.lap("eval")
 
-        plain_seconds = self.fleet.projected_plain_seconds(lengths)
-        generation = clock.seconds["generation"]
-        checked_seconds = identity.plain_seconds if identity else math.nan
-        rows = [
-            trace_row(
-                rollout,
-                epoch=self.curriculum.epoch(step),
-                step=step,
-                prompt_id=item.prompt.prompt_id,
-                sample_idx=index % config.rl.group_size,
-                reward=float(reward),
-                task=item.task,
-                lossy=after.lossy,
-            )
-            for index, (rollout, item, reward) in enumerate(zip(rollouts, of_rollout, rewards, strict=True))
-        ]
-        record = StepRecord(
-            step=step,
-            epoch=self.curriculum.epoch(step),
-            reward=float(rewards.mean()),
-            reward_std=float(rewards.std()),
-            loss=learned["loss"],
-            grad_norm=learned["grad_norm"],
-            lr=learned["lr"],
-            kl=learned["kl"],
-            entropy=learned["entropy"],
-            clip_fraction=learned["clip_fraction"],
-            mismatch_kl=learned["mismatch_kl"],
-            reward_errors=len(taken.errors),
-            weight_version=step,
+        clock.lap("other")
+        record = step_record(
+            config,
+            step,
+            self.curriculum.epoch(step),
+            taken,
+            rewards,
+            learned=learned,
             seconds=clock.seconds,
-            plain_seconds_projected=plain_seconds,
-            speedup_projected=speedup(plain_seconds, generation),
-            plain_seconds_measured=checked_seconds,
-            speedup_measured=speedup(checked_seconds, generation),
-            identity=identity.verdict if identity else "not checked",
-            lossy=list(after.lossy),
+            plain_seconds=self.fleet.projected_plain_seconds(lengths),
+            identity=identity,
+            lossy=after.lossy,
             eval_reward=eval_reward,
-            task_rewards={
-                name: float(np.mean([r for r, item in zip(rewards, of_rollout, strict=True) if item.task == name]))
-                for name in sorted({item.task for item in of_rollout})
-            },
-            ages=age_counts(rollouts, step) if config.rl.max_age_steps else [],
             events=self._take_events(),
             **decisions,
-            **rollout_metrics(rollouts),
             **self.cotraining.metrics(),
+            **self._overlap(step, clock),
         )
-        clock.lap("other")
-        return record, rows
+        return record, trace_rows(config, step, record.epoch, taken, rewards, after.lossy)
+
+    def _overlap(self, step: int, clock: Clock) -> dict[str, Any]:
+        """What learner and workers did since the last step, into the timeline; the metrics that follow."""
+        if not self.fleet.is_remote:
+            return {}
+        spans = [*clock.spans("learner", step, since=self._told_until), *self.fleet.spans()]
+        start, self._told_until = self._told_until, clock.now
+        seconds = self._told_until - start
+        with TimelineWriter(self.out / folder.TIMELINE) as timeline:
+            timeline.write([StepSpans(step=step, start=start, seconds=seconds, spans=spans)])
+        return dict(overlap_metrics(spans, start, seconds))
 
     def evaluate(self, visit: str) -> tuple[float, list[Rollout]]:
         """Mean reward of the policy on the held-out prompts, greedy, and its answers."""
@@ -316,7 +303,7 @@ class Run:
         """Go on from the newest whole checkpoint; lines of steps after it are taken out of the files."""
         found = checkpoint.load_latest(self.out / folder.CHECKPOINTS, warn=self._warn)
         self._next_step = 0 if found is None else found.step
-        for name in (folder.METRICS, folder.ROLLOUTS):
+        for name in (folder.METRICS, folder.ROLLOUTS, folder.TIMELINE):
             if (self.out / name).is_file():
                 truncate_from(self.out / name, self._next_step)
         if found is None:
