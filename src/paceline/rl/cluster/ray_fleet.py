@@ -32,8 +32,7 @@ class RayFleet(Supervisor):
 
     def __init__(self, config: Config, has_grammars: bool) -> None:
         crew = RayCrew(config, has_grammars)
-        on_gpus = min(config.cluster.worker_gpus, config.cluster.learner_gpus) > 0
-        kind = choose(config.cluster.transport, one_host=crew.is_one_host, on_gpus=on_gpus)
+        kind = choose(config.cluster.transport, one_host=crew.is_one_host)
         super().__init__(
             crew,
             make_sender(kind, host=crew.address),

@@ -35,15 +35,11 @@ class Sender(Protocol):
         """Release all versions."""
 
 
-def choose(
-    kind: Literal["auto", "shared_memory", "object", "broadcast"], *, one_host: bool, on_gpus: bool = False
-) -> Kind:
-    """What ``cluster.transport`` means where all workers are on the driver's host, or they and the learner on GPUs."""
+def choose(kind: Literal["auto", "shared_memory", "object", "broadcast"], *, one_host: bool) -> Kind:
+    """What ``cluster.transport`` means where all workers are on the driver's host, or some are not."""
     if kind != "auto":
         return kind
-    if one_host and shared_memory.possible():
-        return "shared_memory"
-    return "broadcast" if on_gpus else "object"
+    return "shared_memory" if one_host and shared_memory.possible() else "object"
 
 
 def make_sender(kind: Kind, *, host: str = "127.0.0.1", timeout_s: float = 30.0) -> Sender:
