@@ -127,8 +127,10 @@ def main():
                 )
                 rows.append({"mib": real_mib, "tensors": len(tensors), "transport": kind, **med, "range_s": spread,
                              "against_shared_memory": ratio, "events": senders[kind].events})  # fmt: skip
-                print(f"| {real_mib:.0f} MiB | {len(tensors)} | {kind} | {med['total_s']:.3f} "
-                      f"({spread[0]:.3f}-{spread[1]:.3f}) | {med['send_s']:.3f} | {med['receive_s']:.3f} | {ratio:.2f}x |", flush=True)  # fmt: skip
+                cells = [f"{real_mib:.0f} MiB", str(len(tensors)), kind]
+                cells += [f"{med['total_s']:.3f} ({spread[0]:.3f}-{spread[1]:.3f})"]
+                cells += [f"{med['send_s']:.3f}", f"{med['receive_s']:.3f}", f"{ratio:.2f}x"]
+                print(f"| {' | '.join(cells)} |", flush=True)
             rows.append({"mib": real_mib, "transport": "copy", "total_s": floor})
             print(f"| {real_mib:.0f} MiB | {len(tensors)} | copy in one process | {floor:.3f} | | | |", flush=True)
             for sender in senders.values():

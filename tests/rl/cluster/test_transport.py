@@ -356,6 +356,32 @@ def test_a_receiver_ends_in_one_line_where_the_sender_is_gone(broadcast):
         receiver.receive(parcel)
 
 
+def test_a_broadcast_from_an_address_of_another_machine_is_one_line():
+    with pytest.raises(
+        TransportError, match=r"\Acluster.transport=broadcast: 203.0.113.1 cannot be listened at: [^\n]+\Z"
+    ):
+        make_sender("broadcast", host="203.0.113.1")  # an address for documentation, RFC 5737
+
+
+def test_a_broadcast_listens_at_its_address_alone(broadcast):
+    receivers = [Receiver(10) for _ in range(2)]
+    _together(receivers, broadcast.send(Weights(0, {"w": torch.ones(2)})))
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":  # LISTEN
+                listening.add((fields[9], fields[1].rpartition(":")[0]))
+    own = {os.readlink(f"/proc/self/fd/{handle}") for handle in _handles()}
+    addresses = {address for inode, address in listening if f"socket:[{inode}]" in own}
+    assert addresses == {"0100007F"}
+
+
+def _handles():
+    """Those of this process that are open while it is asked."""
+    return [handle for handle in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{handle}")]
+
+
 # Choice
 
 

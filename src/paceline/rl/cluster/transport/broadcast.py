@@ -68,7 +68,8 @@ class _Groups(OrderedDict[str, Any]):
 class Broadcaster:
     """The learner's side, rank 0 of every group, in a thread of its own.
 
-    ``host`` is the address that it listens at. ``events`` counts ``broadcast_fell_back``: a broadcast that did not end.
+    ``host`` is the address that it listens at; TransportError where it is none of this machine. ``events`` counts
+    ``broadcast_fell_back``: a broadcast that did not end.
     """
 
     def __init__(self, events: dict[str, int], host: str = "127.0.0.1", timeout_s: float = 30.0):
@@ -81,7 +82,12 @@ class Broadcaster:
         self._made = 0
         self._is_closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family) as listening:
+        try:
+            listening = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise TransportError(f"cluster.transport=broadcast: {host} cannot be listened at: {reason}") from None
+        with listening:
             port = listening.getsockname()[1]
             server = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(),
