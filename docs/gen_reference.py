@@ -19,7 +19,7 @@ from paceline.audit.certificate import read_certificate
 from paceline.audit.vllm_matrix import summary, support_table
 from paceline.config import Config
 from paceline.engines.vllm.workarounds import FAULTS
-from paceline.report.definitions import METRICS
+from paceline.report.definitions import EVENTS, METRICS
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
@@ -106,6 +106,13 @@ def metrics() -> str:
     return "\n".join(["| name | unit | definition |", "|---|---|---|", *rows])
 
 
+def events() -> str:
+    """The events of runs with workers."""
+    return "\n".join(
+        ["| event | what it stands for |", "|---|---|", *(f"| `{n}` | {what} |" for n, what in EVENTS.items())]
+    )
+
+
 def faults() -> str:
     """Faults with the tests that name them. ValueError for one that ``faults.yml`` does not describe."""
     known = yaml.safe_load((HERE / "faults.yml").read_text(encoding="utf-8"))
@@ -159,6 +166,7 @@ def vllm_faults() -> str:
 REFERENCES = {
     "configuration": configuration,
     "metrics": metrics,
+    "events": events,
     "faults": faults,
     "vllm_support": vllm_support,
     "vllm_faults": vllm_faults,

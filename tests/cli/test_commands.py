@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.config import Config, load_config
 from paceline.report.live import Plan
+from paceline.report.trace import TimelineWriter
 from paceline.schema import PacelineError
 from sample_run import decode, make_records, make_rows, write_run
+from spans import make_timeline, overlapped
 
 FROZEN = {
     "train": ["config", "overrides", "--out", "--resume", "--overwrite", "--json"],
@@ -331,6 +333,62 @@ def test_report_renders_a_run_again(tmp_path):
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["identity"] == {"verdict": "identical", "steps_checked": 1}
     assert result["later_epochs"]["tokens_per_forward"] > result["first_epoch"]["tokens_per_forward"]
+
+
+# timeline
+
+
+@pytest.fixture
+def ahead(tmp_path):
+    rows = make_timeline()
+    records = [msgspec.structs.replace(record, **overlapped(rows)) for record in make_records(2, 2)]
+    run = write_run(tmp_path / "run", records)
+    with TimelineWriter(run / "timeline.jsonl") as writer:
+        writer.write(rows)
+    return run
+
+
+def test_timeline_has_a_line_a_step_and_draws_the_run(ahead, tmp_path):
+    done = invoke("timeline", ahead, "--json", tmp_path / "t.json", "--out", tmp_path / "run.png")
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["1", "8.00", "2.00", "1.00", "62%", "25%", "12%", "0.75", "1"] in rows
+    assert ["all", "32.00", "8.00", "4.00", "59%", "25%", "16%", "0.75", "1"] in rows
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert [step["overlap_share"] for step in result["steps"]] == [0.625, 0.625, 0.625, 0.5]
+    assert result["whole"]["shares"] == {"both": 0.59375, "learner": 0.15625, "workers": 0.25, "neither": 0.0}
+    assert result["whole"]["ages"] == [64, 192]
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_timeline_of_a_step_has_a_line_a_process_and_draws_its_lanes(ahead, tmp_path):
+    done = invoke("timeline", ahead, "--step", "2", "--json", tmp_path / "t.json", "--out", tmp_path / "step.svg")
+    assert done.exit_code == 0, done.output
+    assert [line.split()[0] for line in done.stdout.splitlines() if line.split()][-4:-1] == [
+        "learner",
+        "worker-0",
+        "worker-1",
+    ]
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert result["step"]["doing"]["worker-0"] == {"decode": 6.5, "idle": 1.0, "load": 0.5}
+    assert {span["role"] for span in result["spans"]} == {"learner", "worker-0", "worker-1"}
+    svg = (tmp_path / "step.svg").read_text()
+    assert "<svg" in svg
+    assert "var(--" not in svg
+
+
+def test_timeline_tells_in_one_line_what_is_missing(ahead, tmp_path):
+    cases = [
+        ((tmp_path,), "timeline.jsonl: there is none; a run has one where cluster.kind is ray"),
+        ((tmp_path / "absent",), "timeline.jsonl: cannot be read: No such file"),
+        ((ahead, "--step", "4"), "--step 4: the timeline has steps 0 to 3; take one of them"),
+        ((ahead, "--out", tmp_path / "x.unknown"), "x.unknown: cannot be written: Format 'unknown' is not supported"),
+        ((ahead, "--out", tmp_path / "no" / "x.png"), "x.png: cannot be written: "),
+    ]
+    for arguments, message in cases:
+        done = invoke("timeline", *arguments)
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+        assert message in done.stderr
 
 
 def test_report_of_no_run_is_exit_code_2(tmp_path):

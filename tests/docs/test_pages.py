@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from paceline.config import TaskConfig, dump_config, known_keys, load_config
-from paceline.report.definitions import METRICS
+from paceline.report.definitions import EVENTS, METRICS
 from paceline.rl.tasks import make_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +38,11 @@ def test_the_configuration_reference_has_every_key(reference: ModuleType) -> Non
 def test_the_metrics_reference_has_every_metric(reference: ModuleType) -> None:
     text = reference.on_page_markdown("<!-- reference: metrics -->")
     assert [metric.name for metric in METRICS if f"| `{metric.name}` |" not in text] == []
+
+
+def test_the_events_reference_has_every_event(reference: ModuleType) -> None:
+    text = reference.on_page_markdown("<!-- reference: events -->")
+    assert [event for event in EVENTS if f"| `{event}` |" not in text] == []
 
 
 def test_the_faults_page_has_every_row_that_a_test_names(reference: ModuleType) -> None:

@@ -11,9 +11,10 @@ import pytest
 from paceline.config import load_config
 from paceline.report.example import choose_examples, make_examples
 from paceline.report.html import write_report
-from paceline.report.trace import PromptRow, TraceError, TraceRow, write_prompts
+from paceline.report.trace import PromptRow, TimelineWriter, TraceError, TraceRow, write_prompts
 from paceline.schema import StepRecord
 from sample_run import decode, make_record, make_records, make_rows, write_run
+from spans import make_timeline, overlapped
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -77,6 +78,58 @@ def test_dark_light_and_phones_are_served(run):
     assert "max-width: 34rem" in page
     for variable in set(re.findall(r"var\((--[\w-]+)\)", page)):
         assert len(re.findall(rf"{variable}: ", page)) == 2, variable
+
+
+@pytest.fixture
+def ahead(tmp_path):
+    """A run with workers, one step ahead, that lost one."""
+    rows = make_timeline(steps=16)
+    records = [msgspec.structs.replace(record, **overlapped(rows)) for record in make_records()]
+    records[5].events["worker_lost"] = 1
+    run = write_run(tmp_path / "ahead", records)
+    with TimelineWriter(run / "timeline.jsonl") as writer:
+        writer.write([*rows[:7], msgspec.structs.replace(rows[7], seconds=8.5), *rows[8:]])
+    return run
+
+
+def test_a_run_that_overlaps_shows_what_did_and_its_notable_steps(ahead):
+    page = write_report(ahead).read_text()
+    parsed(page)
+    section = page.split("<h2>Generation and training overlap</h2>")[1].split("<h2>")[0]
+    assert re.findall("<h3>(.*?)</h3>", section) == [
+        "Who was busy",
+        "Age of rollouts",
+        "Drift of the sampler",
+        "Step 7, the slowest",
+        "Step 8, the median",
+        "Step 15, the last",
+    ]
+    assert section.count("<svg") == 6
+    assert "Of 128.5 s the learner waited 32.0 s for rollouts and a worker 16.0 s for the learner" in section
+    assert "A rollout worker&#x27;s process ended" in page
+    assert "<th>learner waited s</th>" in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_synchronous_run_in_one_process_has_nothing_to_overlap(run):
+    page = write_report(run).read_text()
+    assert "overlap</h2>" not in page
+    assert "<th>learner waited s</th>" not in page
+    assert "<th>drift</th>" in page
+
+
+def test_a_run_ahead_in_one_process_shows_ages_and_no_lanes(ahead):
+    (ahead / "timeline.jsonl").unlink()
+    section = write_report(ahead).read_text().split("<h2>Generation and training overlap</h2>")[1].split("<h2>")[0]
+    assert re.findall("<h3>(.*?)</h3>", section) == ["Age of rollouts", "Drift of the sampler"]
+
+
+def test_a_broken_timeline_is_one_clear_line(ahead):
+    with (ahead / "timeline.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(TraceError, match=r"timeline.jsonl:17: not a line of timeline.jsonl"):
+        write_report(ahead)
 
 
 def test_a_failed_identity_check_is_the_headline(run, tmp_path):

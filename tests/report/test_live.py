@@ -3,11 +3,13 @@
 import io
 import math
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from paceline.report.live import LiveView, Plan, phase_shares, plain_line, summary_table
 from sample_run import make_record, make_records
+from spans import make_timeline, overlapped
 
 
 def watch(terminal: bool, events) -> str:
@@ -93,6 +95,32 @@ def test_the_summary_sets_the_first_epoch_beside_the_later_ones():
 @pytest.mark.parametrize("records", [[], make_records(1, 1), make_records(drafts=False)], ids=["none", "one", "plain"])
 def test_the_summary_takes_any_run(records):
     assert "later epochs" in table_text(records)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_step_that_ran_ahead_says_how_old_its_rollouts_were_and_who_waited(terminal):
+    changes = {"ages": [8, 16, 8], "groups_waiting": 3, "workers_up": 2, "exposed_generation_seconds": 1.25}
+    shown = " ".join(watch(terminal, [make_record(4, **changes, mismatch_kl=2e-4)]).split())
+    assert "age 1.0 (up to 2), 3 groups waiting, 2 workers, learner waited 1.2 s, drift 2.0e-04" in shown
+
+
+def test_a_synchronous_step_says_nothing_of_ages():
+    assert "age" not in plain_line(make_record(4, ages=[32], exposed_generation_seconds=8.0))
+    assert "age" not in table_text(make_records())
+
+
+def test_the_summary_of_a_run_that_ran_ahead_has_the_lines_of_overlap():
+    rows = make_timeline(steps=4)
+    records = [msgspec.structs.replace(record, **overlapped(rows)) for record in make_records(2, 2)]
+    lines = {
+        " ".join(line.split()[:-2]): line.split()[-2:] for line in table_text(records).splitlines() if line.split()
+    }
+    assert lines["age of rollouts, mean"] == ["0.75", "0.75"]
+    assert lines["age of rollouts, greatest"] == ["1", "1"]
+    assert lines["learner waiting, seconds per step"] == ["2.00", "2.00"]
+    assert lines["workers idle, seconds per step"] == ["1.00", "1.00"]
+    assert lines["learner and workers busy at once"] == ["75%", "75%"]
+    assert lines["effective samples"] == ["90.0%", "90.0%"]
 
 
 def test_a_step_that_trained_the_drafter_says_so_and_why():

@@ -132,6 +132,20 @@ def test_a_summary_of_steps_without_drafts_has_no_acceptance():
     assert summary.tokens_per_forward == 1.0
 
 
+def test_ages_are_added_and_weights_of_importance_weighed_by_tokens():
+    records = [
+        make_record(0, ages=[4], tokens=10, importance_mean=1.0, exposed_generation_seconds=1.0),
+        make_record(1, ages=[1, 2, 1], tokens=30, importance_mean=2.0, exposed_generation_seconds=0.5),
+        make_record(2, ages=[], tokens=99),
+    ]
+    summary = summarise(records)
+    assert (summary.age_mean, summary.age_max) == (0.5, 2)
+    assert summary.importance_mean == 1.75
+    assert summary.exposed_generation_seconds == 1.5
+    assert math.isnan(summary.effective_samples)
+    assert summarise(records[2:]).age_max is None
+
+
 def test_a_speedup_over_steps_is_a_ratio_of_times():
     slow = make_record(0, seconds={"generation": 10.0}, plain_seconds_projected=10.0)
     fast = make_record(1, seconds={"generation": 1.0}, plain_seconds_projected=12.0)

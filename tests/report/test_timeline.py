@@ -113,6 +113,14 @@ def test_a_worker_that_rests_while_the_learner_waits_is_not_exposed_training():
     assert overlap_metrics(spans, 0.0, 5.0)["exposed_training_seconds"] == 1.0
 
 
+def test_the_learner_does_not_work_while_it_evaluates():
+    spans = [span("learner", "train", 0, 2), span("learner", "eval", 2, 8), span("worker-0", "decode", 0, 8)]
+    found = overlap_metrics(spans, 0.0, 8.0)
+    assert found["overlap_share"] == 2 / 8
+    assert found["idle_shares"] == {"learner": 6 / 8, "worker": 0.0}
+    assert found["exposed_generation_seconds"] == 0.0
+
+
 def test_several_learners_and_workers_are_averaged():
     spans = [
         span("learner-0", "wait", 0, 4),

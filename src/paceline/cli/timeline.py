@@ -17,8 +17,7 @@ def timeline(
     """Show what overlapped in a run.
 
     One line a step: how long the learner waited for rollouts and a worker for the learner, and how much of the step
-    both were busy. With --step one line a process: how long it did what. There is a timeline where workers decode on
-    Ray or generation runs ahead of training.
+    both were busy. With --step one line a process: how long it did what. There is a timeline where cluster.kind is ray.
     """
     with one_line_errors():
         from rich.console import Console

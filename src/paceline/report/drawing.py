@@ -79,10 +79,10 @@ def reference(axes: "Axes", name: str) -> None:
     ).set_color(MUTED)
 
 
-def legend(axes: "Axes") -> None:
-    """Names above the picture, where there are several."""
+def legend(axes: "Axes", fewest: int = 2) -> None:
+    """Names above the picture, where there are at least so many."""
     names = axes.get_legend_handles_labels()[1]
-    if len(names) > 1:
+    if len(names) >= fewest:
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(-0.02, 1.0),

@@ -26,6 +26,8 @@ from paceline.schema import Span, StepRecord
 
 TIMELINE = "timeline.jsonl"
 _PANEL_POINTS = 260
+_TITLE = "Generation and training overlap"
+_AGE = "How many versions the weights had moved since the oldest token of a rollout was sampled."
 
 
 class StepOverlap(msgspec.Struct, kw_only=True):
@@ -55,7 +57,7 @@ class Timeline:
     def __init__(self, run: Path) -> None:
         path = run / TIMELINE
         if run.is_dir() and not path.exists():
-            raise TraceError(f"{path}: there is none; a run has one with workers on Ray or with rl.max_age_steps > 0")
+            raise TraceError(f"{path}: there is none; a run has one where cluster.kind is ray")
         self.rows = read_timeline(path)
         if not self.rows:
             raise TraceError(f"{path}: no complete step yet; nothing to show")
@@ -104,7 +106,17 @@ class Timeline:
 def steps_table(steps: Sequence[StepOverlap]) -> Table:
     """One row a step, and all of them together."""
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("step", "seconds", "learner waited", "workers idle", "overlap", "idle: learner", "worker", "age"):
+    for name in (
+        "step",
+        "seconds",
+        "learner waited",
+        "workers idle",
+        "overlap",
+        "idle: learner",
+        "worker",
+        "age",
+        "oldest",
+    ):
         table.add_column(name, justify="right")
     for one in steps:
         table.add_row(str(one.step), *_cells(one))
@@ -159,16 +171,18 @@ def overlap_section(run: Path, records: Sequence[StepRecord]) -> str:
     """
     if not any(map(ran_ahead, records)):
         return ""
-    try:
-        timeline = Timeline(run)
-    except TraceError:
-        figures = _figure("Age of rollouts", _AGE, ages_plot(records)) + _drift(records)
-        return f'<h2>{_TITLE}</h2><div class="plots">{figures}</div>'
+    learning = _figure("Age of rollouts", _AGE, ages_plot(records)) + _figure(
+        "Drift of the sampler",
+        "KL per token between those who sampled and the policy before its update.",
+        drift_plot(records),
+    )
+    if not (run / TIMELINE).exists():
+        return f'<h2>{_TITLE}</h2><div class="plots">{learning}</div>'
+    timeline = Timeline(run)
     steps = {one.step: one for one in timeline.steps()}
     overview = (
         _figure("Who was busy", "Share of each step. What is not both is time to win.", shares_plot(timeline.rows))
-        + _figure("Age of rollouts", _AGE, ages_plot(records))
-        + _drift(records)
+        + learning
     )
     pictures = "".join(
         _figure(
@@ -183,15 +197,6 @@ def overlap_section(run: Path, records: Sequence[StepRecord]) -> str:
         f"<h2>{_TITLE}</h2><p>{escape(_said(together(list(steps.values()))))}</p>"
         f'<div class="plots">{overview}{pictures}</div>'
     )
-
-
-_TITLE = "Generation and training overlap"
-_AGE = "How many versions the weights had moved since the oldest token of a rollout was sampled."
-
-
-def _drift(records: Sequence[StepRecord]) -> str:
-    what = "KL per token between those who sampled and the policy before its update."
-    return _figure("Drift of the sampler", what, drift_plot(records))
 
 
 def _figure(title: str, what: str, svg: str, kind: str = "") -> str:
@@ -215,7 +220,6 @@ def _said(one: StepOverlap) -> str:
 
 
 def _cells(one: StepOverlap) -> list[str]:
-    age = f"{shown(mean_age(one.ages))} (up to {len(one.ages) - 1})" if one.ages else "–"
     return [
         shown(one.seconds),
         shown(one.exposed_generation_seconds),
@@ -223,5 +227,6 @@ def _cells(one: StepOverlap) -> list[str]:
         shown(one.overlap_share, ".0%"),
         shown(one.idle_shares.get(LEARNER, math.nan), ".0%"),
         shown(one.idle_shares.get(WORKER, math.nan), ".0%"),
-        age,
+        shown(mean_age(one.ages)),
+        str(len(one.ages) - 1) if one.ages else "–",
     ]

@@ -16,6 +16,8 @@ from paceline.schema import Span
 LEARNER, WORKER = "learner", "worker"
 #: What a role is doing when it does nothing: a worker has nothing to decode, the learner waits for rollouts.
 IDLE, WAIT = "idle", "wait"
+#: What is no work of whoever does it: in an evaluation the learner waits for rollouts too, which nothing could overlap.
+RESTING = frozenset({IDLE, WAIT, "eval"})
 
 #: From second, to second.
 Interval = tuple[float, float]
@@ -100,7 +102,7 @@ def busy(spans: Iterable[Span]) -> Busy:
     resting: dict[tuple[str, str], list[Interval]] = {}
     for span in spans:
         found = working.setdefault(span.role, [])
-        if span.doing in (IDLE, WAIT):
+        if span.doing in RESTING:
             found = resting.setdefault((span.role, span.doing), [])
         found.append((span.start, span.start + span.seconds))
     working = {role: union(found) for role, found in working.items()}

@@ -34,15 +34,16 @@ DOINGS = {
     "decode": ("decoding", "teal"),
     "load": ("weights", "rose"),
     "publish": ("weights", "rose"),
+    "refit": ("weights", "rose"),
     "logprob": ("log-probabilities", "sky"),
     "train": ("training", "indigo"),
     "drafter": ("training the drafter", "clay"),
     "reward": ("rewards", "amber"),
     "save": ("saving, checking", "olive"),
     "check": ("saving, checking", "olive"),
-    "eval": ("saving, checking", "olive"),
+    "eval": ("evaluation", "grey"),
 }
-_OTHER, _RESTING = ("other", "grey"), ("waiting", "line")
+_OTHER, _RESTING = ("other", "muted"), ("waiting", "line")
 _SHARES = (
     ("both", "both busy", "teal"),
     ("workers", "workers alone", "sky"),
@@ -96,7 +97,7 @@ def step_picture(spans: Sequence[Span], start: float, seconds: float, palette: P
             else:
                 _band(axes, row, own, seconds, palette)
             _versions(axes, row, own, seconds, palette)
-        legend(axes)
+        legend(axes, fewest=1)
 
     return draw, round(_MARGIN_POINTS + _LANE_POINTS * bottom)
 
