@@ -11,7 +11,7 @@ from paceline.config import Config
 from paceline.engines.identity import Identity
 from paceline.rl.engine import RunEngine, check, projected_plain_seconds, resting
 from paceline.rl.fleet import Order, Weights
-from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest
+from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest, Span
 
 
 class LocalFleet:
@@ -110,14 +110,19 @@ class LocalFleet:
         return resting(self.engine)
 
     def check(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> Identity:
-        """The identity check of ``rl.engine.check``; not while requests are in flight."""
-        if self.engine.busy:
+        """The identity check of ``rl.engine.check``; not of what older weights said, nor while requests are in flight."""
+        of_others = any((rollout.versions != self.engine.version).any() for rollout in rollouts)
+        if of_others or self.engine.busy:
             return Identity("not checked", float("nan"))
         return check(self.engine, self._config, requests, rollouts)
 
     def projected_plain_seconds(self, lengths: Sequence[int]) -> float:
         """Seconds that plain decoding of responses of these lengths would take; NaN where no pass was measured."""
         return projected_plain_seconds(self.engine, self._config, lengths)
+
+    def spans(self) -> list[Span]:
+        """None: the learner's are all that there is."""
+        return []
 
     def state(self) -> dict[str, Any]:
         """What the engine measured, for a checkpoint."""

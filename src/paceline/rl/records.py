@@ -36,7 +36,7 @@ def step_record(
     taken: Taken,
     rewards: npt.NDArray[np.float64],
     *,
-    learned: Mapping[str, float],
+    learned: Mapping[str, Any],
     seconds: dict[str, float],
     plain_seconds: float,
     identity: Identity | None,
