@@ -54,7 +54,7 @@ class Policy:
         """
         config = lora.unfold(config)
         source = resolve_model(config.path)
-        device = _device(config.device)
+        device = device_of(config.device)
         model, tokenizer = _pretrained(source, config)
         adapter = None
         if config.lora is not None:
@@ -214,7 +214,8 @@ class Policy:
         return self.scorer.logprobs(prompts, responses, temperature, collector, wanted)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """What ``policy.device`` means here. ModelError where it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -139,8 +139,7 @@ class ShardedLearner(Learner):
 
     def __init__(self, policy: Policy, config: RLConfig, temperature: float, device: torch.device) -> None:
         ranks = Together(device)
-        own = derive_seed(*sorted(checksums(policy.model).items())).to_bytes(8, "little")
-        first, *others = ranks.gathered(own)
+        first, *others = ranks.gathered(fingerprint(policy).to_bytes(8, "little"))
         if any(other != first for other in others):
             unlike = 1 + [other != first for other in others].index(True)
             raise ModelError(
@@ -158,12 +157,17 @@ class ShardedLearner(Learner):
         super().__init__(policy, config, temperature, ranks)
 
 
+def fingerprint(policy: Policy) -> int:
+    """64 bits of all weights of a policy that is whole."""
+    return derive_seed(*sorted(checksums(policy.model).items()))
+
+
 def join(rank: int, world: int, store: Any, device: torch.device, seconds: float) -> None:
     """Become ``rank`` of ``world`` in the default process group: NCCL between GPUs, else Gloo.
 
     ``store`` is a ``torch.distributed.Store``. An exchange that takes longer than ``seconds`` raises.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type not in ("cpu", "cuda"):
         raise ModelError(f"policy.device={device.type}: several learners need cpu or cuda; set policy.device=cpu")
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))

@@ -26,7 +26,7 @@ class WorkerActor:
     """
 
     def __init__(self, config: bytes, role: str, has_grammars: bool) -> None:
-        _ignore_ctrl_c()
+        ignore_ctrl_c()
         own = decode(Config, config)
         self._export = tempfile.TemporaryDirectory(prefix="paceline-worker-", ignore_cleanup_errors=True)
         self._worker = RolloutWorker(
@@ -104,7 +104,7 @@ def _engine(config: Config, has_grammars: bool, export: Path) -> Any:
     return make_engine(watched, policy, export, has_grammars)
 
 
-def _ignore_ctrl_c() -> None:
+def ignore_ctrl_c() -> None:
     """Ctrl-C is for the driver, which ends the step with its workers' help."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

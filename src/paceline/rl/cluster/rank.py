@@ -1,0 +1,146 @@
+"""A rank of the learner as a Ray actor, and what it takes and gives, as bytes."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from paceline.config import Config
+from paceline.rl.cluster.actor import ignore_ctrl_c
+from paceline.rl.cluster.codec import decode, encode
+from paceline.rl.cluster.transport import Parcel, Receiver, make_sender
+from paceline.rl.fleet import Weights
+from paceline.rl.learner import Batch
+from paceline.rl.models import ModelError
+from paceline.rl.policy import Policy, device_of
+from paceline.rl.sharded import ShardedLearner, fingerprint, join
+from paceline.schema import Tokens
+
+#: Where ranks meet that are all on one node.
+LOOPBACK = "127.0.0.1"
+#: What comes before the names of the tensors of the policy, and of its optimiser's state, in a parcel.
+POLICY, OPTIMISER = "policy/", "optimiser/"
+#: What gathering or loading the state may take.
+STATE_SECONDS = 600.0
+
+
+class SentBatch(msgspec.Struct, kw_only=True):
+    """A ``Batch`` as it travels; groups are numbered."""
+
+    prompts: list[Tokens]
+    responses: list[Tokens]
+    rewards: npt.NDArray[np.float64]
+    group_ids: list[int]
+    engine_logprobs: list[npt.NDArray[np.float64]] | None
+    versions: list[Tokens] | None
+    version: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> "SentBatch":
+        """What travels of a batch."""
+        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(batch.group_ids))}
+        values["rewards"] = np.asarray(batch.rewards, np.float64)
+        values["group_ids"] = [numbers[group] for group in batch.group_ids]
+        return cls(**values)
+
+    def batch(self) -> Batch:
+        """The batch again."""
+        return Batch(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class RankActor:
+    """Rank ``rank`` of the learner of a run's effective ``config``, which is its ``codec.encode``.
+
+    The policy is built from the files that ``config`` names, on the CPU, and sharded from there.
+    """
+
+    def __init__(self, config: bytes, rank: int) -> None:
+        ignore_ctrl_c()
+        self._config = decode(Config, config)
+        self._rank = rank
+        self._sender = make_sender("object")
+        self._learner: ShardedLearner | None = None
+        self._store: Any = None
+
+    def listen(self, host: str) -> int:
+        """Serve the ranks' rendezvous at ``host``; returns the port."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as listening:
+            port = int(listening.getsockname()[1])
+            self._store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+        return port
+
+    def join(self, host: str, port: int, secret: str, expected: int) -> None:
+        """Load the policy, meet the others and share it with them; ModelError where it is not the ``expected`` one."""
+        cluster = self._config.cluster
+        torch.set_num_threads(max(1, int(cluster.learner_cpus)))
+        if host == LOOPBACK:
+            # Else Gloo and NCCL listen where others can reach them.
+            name = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+        policy = Policy.load(replace(self._config.policy, device="cpu"), self._config.seed)
+        if fingerprint(policy) != expected:
+            raise ModelError(
+                f"policy.path={self._config.policy.path}: learner rank {self._rank} has other weights than the driver; "
+                "give every node the same model"
+            )
+        device = device_of(self._config.policy.device)
+        store = self._store or TCPStore(host, port, is_master=False)
+        # The driver sees sooner that a rank hangs; this is for ranks that no driver watches any more.
+        join(self._rank, cluster.learner_workers, PrefixStore(secret, store), device, 2 * cluster.hang_seconds)
+        self._learner = ShardedLearner(policy, self._config.rl, self._config.sampling.temperature, device)
+
+    def update(self, batch: bytes) -> tuple[bytes, int, Parcel | None]:
+        """``Learner.update``: the metrics, the optimiser steps taken so far, and of rank 0 the weights that train."""
+        learner = self._joined()
+        metrics = learner.update(decode(SentBatch, batch).batch())
+        return encode(metrics), learner.updates, self._given(POLICY, learner.policy.state())
+
+    def state(self) -> Parcel | None:
+        """``Learner.state``, of rank 0."""
+        return self._given(OPTIMISER, self._joined().state())
+
+    def load_state(self, parcel: Parcel) -> None:
+        """Restore policy and optimiser."""
+        tensors = Receiver(STATE_SECONDS).receive(parcel).policy
+        self._joined().policy.load_state(under(POLICY, tensors))
+        self._joined().load_state(under(OPTIMISER, tensors))
+
+    # Beside them, at any time
+
+    def here(self) -> tuple[str, str, int]:
+        """Node, address and process."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), str(ray.util.get_node_ip_address()), os.getpid()
+
+    def passes(self) -> int:
+        """Grows while an update makes progress."""
+        return 0 if self._learner is None else self._learner.sharded.passes
+
+    def _joined(self) -> ShardedLearner:
+        assert self._learner is not None
+        return self._learner
+
+    def _given(self, prefix: str, tensors: Mapping[str, Tensor]) -> Parcel | None:
+        if self._rank:
+            return None
+        self._sender.release(0)
+        return self._sender.send(Weights(0, {f"{prefix}{name}": tensor for name, tensor in tensors.items()}))
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a parcel whose names begin with ``prefix``, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
