@@ -110,7 +110,7 @@ class LocalFleet:
         return resting(self.engine)
 
     def check(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> Identity:
-        """The identity check of ``rl.engine.check``; not of what older weights said, nor while requests are in flight."""
+        """The check of ``rl.engine.check``; not of what older weights said, nor while requests are in flight."""
         of_others = any((rollout.versions != self.engine.version).any() for rollout in rollouts)
         if of_others or self.engine.busy:
             return Identity("not checked", float("nan"))
