@@ -172,8 +172,10 @@ class RolloutWorker:
             while not (self._task_waits or self._is_closing or self._engine.busy):
                 self._lane.turn("idle", self._version)
                 self._changed.wait()
-        while (task := self._next()) is not None:
-            task()
+            waiting = len(self._inbox)  # what comes from now on has its turn after the next pass
+        for _ in range(waiting):
+            if (task := self._next()) is not None:
+                task()
         if self._is_closing:
             return False
         if self._engine.busy:
