@@ -12,6 +12,7 @@ from paceline.drafters import HistoryDrafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engines.hf import HFEngine
 from paceline.forward.runner import WeightsError
+from paceline.rl.cluster import worker as worker_module
 from paceline.rl.cluster.transport import TransportError
 from paceline.rl.cluster.worker import RolloutWorker
 from paceline.rl.fleet import Weights
@@ -293,7 +294,8 @@ def test_what_others_said_is_drafted_from_and_changes_no_token(model):
     assert accepted[1] > accepted[0]
 
 
-def test_batches_of_history_that_pile_up_are_dropped_and_counted(model):
+def test_batches_of_history_that_pile_up_are_dropped_and_counted(model, monkeypatch):
+    monkeypatch.setattr(worker_module, "_MOST_PORTIONS", 64)
     asked = requests(1, 4)
     whole, _ = run(model, asked)
     engine = gated(near(model, 0), HistoryDrafter(salt=1))

@@ -24,8 +24,10 @@ Receive = Callable[[Any], Weights]
 
 _STATS_SECONDS = 0.5
 _JOIN_SECONDS = 30.0
-#: Batches of others' responses that wait to be read, and spans that nobody has asked for yet; what is more is dropped.
-_MOST_BATCHES = 64
+#: Others' responses become history so many at a time, between two passes: their index takes microseconds a token.
+_PORTION = 16
+#: Portions that wait beyond which a batch is dropped, and spans beyond which the oldest is.
+_MOST_PORTIONS = 1024
 _MOST_SPANS = 4096
 
 
@@ -72,7 +74,7 @@ class RolloutWorker:
         self._threads = threads
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._batches = 0
+        self._history: deque[list[Rollout]] = deque()
         self._outbox: list[Rollout] = []
         self._waiting: set[str] = set()  # requests that were given and have not come back
         self._decoding: set[str] = set()  # those of them that the engine has
@@ -107,13 +109,15 @@ class RolloutWorker:
             self._undelivered = None
 
     def absorb(self, rollouts: Sequence[Rollout]) -> None:
-        """Responses of others become history here; a batch too many is dropped and counted."""
+        """Responses of others become history here, a few before every pass; a batch too many is dropped and counted."""
         with self._changed:
-            if self._batches >= _MOST_BATCHES:
+            if self._failure is not None:
+                return
+            if len(self._history) >= _MOST_PORTIONS:
                 self._dropped += 1
                 return
-            self._batches += 1
-            self._put(partial(self._absorb, list(rollouts)))
+            self._history += [list(rollouts[at : at + _PORTION]) for at in range(0, len(rollouts), _PORTION)]
+            self._changed.notify_all()
 
     def collect(self, seconds: float) -> Report:
         """What there is to report; waits up to ``seconds`` for a finished rollout, weights that failed, or the end."""
@@ -169,15 +173,18 @@ class RolloutWorker:
     def _turn(self) -> bool:
         """Do what came in, then one pass; False where it is time to end."""
         with self._changed:
-            while not (self._task_waits or self._is_closing or self._engine.busy):
+            while not (self._task_waits or self._history or self._is_closing or self._engine.busy):
                 self._lane.turn("idle", self._version)
                 self._changed.wait()
             waiting = len(self._inbox)  # what comes from now on has its turn after the next pass
+            said = self._history.popleft() if self._history else []
         for _ in range(waiting):
             if (task := self._next()) is not None:
                 task()
         if self._is_closing:
             return False
+        if said:
+            self._engine.absorb(said)
         if self._engine.busy:
             with self._changed:
                 self._lane.turn("decode", self._version)
@@ -226,11 +233,6 @@ class RolloutWorker:
             self._lane.turn("idle", self._version)
         self._look()
 
-    def _absorb(self, rollouts: Sequence[Rollout]) -> None:
-        with self._changed:
-            self._batches -= 1
-        self._engine.absorb(rollouts)
-
     def _hand_out(self, done: Sequence[Rollout]) -> None:
         self._decoding.difference_update(rollout.request_id for rollout in done)
         if done or time.monotonic() >= self._stats_due:
@@ -253,6 +255,7 @@ class RolloutWorker:
         with self._changed:
             self._failure = " ".join(line.split())
             self._inbox.clear()
+            self._history.clear()
             self._lane.turn("idle", self._version)
             self._changed.notify_all()
 
