@@ -34,6 +34,9 @@ class Hand(Protocol):
     def ask(self) -> None:
         """Have one report posted: when there is something to say, else after a second at most."""
 
+    def close(self) -> None:
+        """Ask the worker to end by itself; ``kill`` then waits a moment for it."""
+
     def kill(self) -> None:
         """End the worker's process, whatever it is doing."""
 

@@ -1,6 +1,7 @@
 """A run's fleet on Ray: a cluster, a place for each worker, and an actor in it, replaced where it dies."""
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,6 +22,8 @@ from paceline.schema import PacelineError, Rollout, RolloutRequest
 #: What the cluster may take to find room for the workers.
 _PLACE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
+#: What a worker that was asked to end may take for it.
+_GRACE_SECONDS = 3.0
 
 
 class RayFleet(Supervisor):
@@ -142,6 +145,7 @@ class RayHand:
     def __init__(self, ray: Any, actor: Any, post: Post, poll_seconds: float, *, is_here: bool) -> None:
         self._ray, self._actor, self._post, self._poll_seconds = ray, actor, post, poll_seconds
         self._process: int | None = None
+        self._closing: Any = None
         self._is_dead = False
         if is_here and hasattr(os, "pidfd_open"):
             actor.ping.remote().future().add_done_callback(self._came)
@@ -162,10 +166,16 @@ class RayHand:
         """See ``Hand``."""
         self._actor.collect.remote(self._poll_seconds).future().add_done_callback(self._told)
 
+    def close(self) -> None:
+        """See ``Hand``."""
+        self._closing = self._actor.close.remote()
+
     def kill(self) -> None:
         """See ``Hand``. A process that was stopped does not hear Ray, so one of this machine is killed as well."""
         self._is_dead = True
         with suppress(Exception):
+            if self._closing is not None:
+                self._ray.wait([self._closing], timeout=_GRACE_SECONDS)
             self._ray.kill(self._actor)
         process, self._process = self._process, None
         if process is not None:
@@ -185,10 +195,17 @@ class RayHand:
     def _done(self, future: Any) -> None:
         error = future.exception()
         if error is not None:
-            self._post(Lost(one_line(error)))
+            self._post(Lost(_why(error)))
 
     def _told(self, future: Any) -> None:
         try:
             self._post(decode(Report, future.result()))
         except Exception as error:  # noqa: BLE001  Ray raises many kinds for a worker that is gone
-            self._post(Lost(one_line(error)))
+            self._post(Lost(_why(error)))
+
+
+def _why(error: BaseException) -> str:
+    """Of Ray's account of a death, the part that says why."""
+    line = " ".join(str(error).split())
+    found = re.search(r"The actor is (?:dead|unavailable) because (.+?)(?: Some common|$)", line)
+    return found[1][:300] if found else one_line(error)

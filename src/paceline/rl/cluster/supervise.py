@@ -1,12 +1,12 @@
 """A fleet of workers that may die at any moment: who is there, what each was told, and what becomes of its work."""
 
 import logging
-import queue
 import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from paceline.config import ClusterConfig, RLConfig
 from paceline.history.snapshot import SnapshotError
 from paceline.rl.cluster.codec import CodecError
 from paceline.rl.cluster.crew import Crew, Hand, Lost
+from paceline.rl.cluster.desk import Desk
 from paceline.rl.cluster.dispatch import FAULTS, Dispatcher, weight
 from paceline.rl.cluster.history import FleetHistory
 from paceline.rl.cluster.totals import total
@@ -68,9 +69,8 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._crew, self._sender, self._cluster, self._clock = crew, sender, cluster, clock
-        self._dispatcher = Dispatcher(
-            slots=slots, ahead=cluster.ahead, in_flight=rl.in_flight, window=rl.max_age_steps
-        )  # fmt: skip
+        ahead, window = cluster.ahead, rl.max_age_steps
+        self._dispatcher = Dispatcher(slots=slots, ahead=ahead, in_flight=rl.in_flight, window=window)
         self._names = [f"worker-{index}" for index in range(cluster.rollout_workers)]
         self._members: dict[str, _Member] = {}
         self._parcels: dict[int, Any] = {}
@@ -79,14 +79,12 @@ class Supervisor:
         self._losses = 0
         self._is_up = False
         self._shared = self._watched = clock()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # What other threads see, under the lock of ``_news``.
-        self._news = threading.Condition()
-        self._finished: list[Rollout] = []
+        self._desk = Desk()
+        # What other threads look at, under the lock.
+        self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
         self._events: Counter[str] = Counter()
         self._gone = EngineStats(events={})
-        self._failure: PacelineError | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-fleet", daemon=True)
         self._thread.start()
 
@@ -98,33 +96,28 @@ class Supervisor:
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Take orders on; never waits. What is wrong with them is raised by ``collect``."""
-        self._put(partial(self._dispatcher.submit, list(orders)))
+        self._desk.put(partial(self._dispatcher.submit, list(orders)))
 
     def collect(self, seconds: float) -> list[Rollout]:
         """Rollouts that finished; waits up to ``seconds`` for the first. PacelineError where there will be no more."""
-        with self._news:
-            self._news.wait_for(lambda: self._finished or self._failure is not None, seconds)
-            finished, self._finished = self._finished, []
-            if not finished and self._failure is not None:
-                raise self._failure
-            return finished
+        return self._desk.collect(seconds)
 
     def publish(self, weights: Weights) -> float:
         """Copy newer weights for the workers, who load them as ``rl.in_flight`` says."""
         parcel = self._sender.send(weights)
-        self._put(partial(self._publish, weights.version, parcel))
+        self._desk.put(partial(self._publish, weights.version, parcel))
         return 0.0
 
     def stats(self) -> EngineStats:
         """Counters over all workers, those that are gone included, and the fleet's own events."""
-        with self._news:
+        with self._lock:
             parts = [each.stats for each in self._members.values() if each.stats is not None]
             own = EngineStats(events=dict(self._events + Counter(self._sender.events)))
             return total([self._gone, *parts, own])
 
     def close(self) -> None:
         """End all workers."""
-        self._inbox.put(None)
+        self._desk.end()
         self._thread.join()
         self._crew.close()
         self._sender.close()
@@ -133,7 +126,7 @@ class Supervisor:
 
     def spans(self) -> list[Span]:
         """What the workers did since this was asked last."""
-        with self._news:
+        with self._lock:
             spans = list(self._spans)
             self._spans.clear()
         return spans
@@ -141,55 +134,21 @@ class Supervisor:
     @property
     def workers_up(self) -> int:
         """How many workers are at work."""
-        with self._news:
+        with self._lock:
             return sum(member.number is not None for member in self._members.values())
 
     def history_snapshot(self) -> bytes | None:
         """The responses that are kept, for a checkpoint; None where drafters remember nothing."""
-        return None if self._history is None else self._in_thread(self._history.snapshot)
+        return None if self._history is None else self._desk.ask(self._history.snapshot)
 
     def restore_history(self, data: bytes) -> None:
         """Take over what ``history_snapshot`` gave; SnapshotError for anything else."""
         if self._history is None:
             return
         try:
-            self._in_thread(partial(self._history.restore, data))
+            self._desk.ask(partial(self._history.restore, data))
         except CodecError as error:
             raise SnapshotError(f"it is not that of a fleet: {error}") from None
-
-    # Between the threads
-
-    def _put(self, task: Callable[[], None]) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._inbox.put(task)
-
-    def _in_thread(self, call: Callable[[], Any]) -> Any:
-        """What ``call`` gives in the supervising thread."""
-        answer: queue.SimpleQueue[tuple[Any, PacelineError | None]] = queue.SimpleQueue()
-
-        def task() -> None:
-            try:
-                answer.put((call(), None))
-            except PacelineError as error:
-                answer.put((None, error))
-
-        self._put(task)
-        while True:
-            try:
-                value, error = answer.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                if self._failure is not None:
-                    raise self._failure from None
-            else:
-                if error is not None:
-                    raise error
-                return value
-
-    def _fail(self, error: PacelineError) -> None:
-        with self._news:
-            self._failure = error
-            self._news.notify_all()
 
     # The supervising thread
 
@@ -200,24 +159,21 @@ class Supervisor:
             while self._turn():
                 pass
         except PacelineError as error:
-            self._fail(error)
+            self._desk.fail(error)
         except Exception as error:  # noqa: BLE001  Ray's own end comes as any of its errors
             line = " ".join(str(error).split())[:300]
-            self._fail(PacelineError(f"the workers cannot be reached ({type(error).__name__}: {line}); resume the run"))
+            self._desk.fail(
+                PacelineError(f"the workers cannot be reached ({type(error).__name__}: {line}); resume the run")
+            )
         finally:
+            for member in self._members.values():
+                member.hand.close()
             for member in self._members.values():
                 member.hand.kill()
 
     def _turn(self) -> bool:
         """Do what came in, then tell the workers; False where it is time to end."""
-        try:
-            task = self._inbox.get(timeout=_TICK_SECONDS)
-            while task is not None:
-                task()
-                task = self._inbox.get_nowait()
-        except queue.Empty:
-            pass
-        else:
+        if not self._desk.serve(_TICK_SECONDS):
             return False
         self._watch(self._clock())
         self._is_up = self._is_up or all(member.number is not None for member in self._members.values())
@@ -259,8 +215,8 @@ class Supervisor:
 
     def _hire(self, seat: str) -> None:
         member = _Member(seat, self._clock())
-        member.hand = self._crew.hire(seat, lambda said: self._inbox.put(partial(self._said, member, said)))
-        with self._news:
+        member.hand = self._crew.hire(seat, lambda said: self._post(member, said))
+        with self._lock:
             self._members[seat] = member
         self._send_first(member)
         member.hand.ask()
@@ -279,8 +235,12 @@ class Supervisor:
 
         for batch in () if self._history is None else self._history.join(number, owns):
             member.hand.absorb(batch)
-        with self._news:
+        with self._lock:
             member.number = number
+
+    def _post(self, member: _Member, said: Report | Lost) -> None:
+        with suppress(PacelineError):  # nobody listens any more
+            self._desk.put(partial(self._said, member, said))
 
     def _said(self, member: _Member, said: Report | Lost) -> None:
         if self._members[member.seat] is not member:
@@ -294,7 +254,7 @@ class Supervisor:
 
     def _heard(self, member: _Member, report: Report) -> None:
         now = self._clock()
-        with self._news:
+        with self._lock:
             member.stats = report.stats or member.stats
             self._spans += report.spans
         member.has_started, member.heard = True, now
@@ -316,20 +276,18 @@ class Supervisor:
         else:
             member.hand.ask()
 
-    def _deliver(self, rollouts: Sequence[Rollout], number: int) -> None:
+    def _deliver(self, rollouts: list[Rollout], number: int) -> None:
         if rollouts:
             self._losses = 0
             for rollout in rollouts:
                 del self._suspects[rollout.request_id]
             if self._history is not None:
                 self._history.add(number, rollouts)
-            with self._news:
-                self._finished += rollouts
-                self._news.notify_all()
+            self._desk.deliver(rollouts)
         self._count()
 
     def _count(self) -> None:
-        with self._news:
+        with self._lock:
             self._events.update({name: self._dispatcher.counts[name] - self._events[name] for name in FAULTS})
 
     def _blame(self, member: _Member, failure: str) -> None:
@@ -353,7 +311,7 @@ class Supervisor:
         member.hand.kill()
         if self._history is not None and member.number is not None:
             self._history.leave(member.number)
-        with self._news:
+        with self._lock:
             self._events[event] += 1
             if member.stats is not None:
                 self._gone, member.stats = total([self._gone, member.stats]), None
