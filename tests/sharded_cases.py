@@ -49,6 +49,7 @@ CASES = {
         settings={"normalise": "sequence", "inner_updates": 3, "kl_coef": 0.2},
     ),
     "tied": Case(model="llama-tied", settings={"microbatch_tokens": 25}),
+    "stale": Case(settings={"importance": "sequence", "importance_limit": 1.01, "inner_updates": 2}),
     "skipped": Case(seeds=(1, -1, 2, 3), broken_before=2),
     "bfloat16": Case(dtype="bfloat16", settings={"lr": 1e-3}),
     "bfloat16-lora": Case(dtype="bfloat16", lora=LoraConfig(r=2, layers=2), settings={"kl_coef": 0.1}),
@@ -57,7 +58,7 @@ CASES = {
 
 
 def batch_of(seed: int) -> Batch:
-    """Five groups of unlike sizes and lengths, one of them without advantage; of seed -1 none has any."""
+    """Five groups of unlike sizes and lengths, three of them stale, one without advantage; of seed -1 none has any."""
     draw = np.random.default_rng(abs(seed))
     rows = [(group, row) for group in range(5) for row in range(2 + group % 3)]
     prompts = [as_tokens(draw.integers(0, VOCABULARY, draw.integers(2, 12))) for _ in range(5)]
@@ -67,7 +68,11 @@ def batch_of(seed: int) -> Batch:
         responses=responses,
         rewards=[0.5 if group == 2 or seed < 0 else float(draw.random()) for group, _ in rows],
         group_ids=[f"g{group}" for group, _ in rows],
-        engine_logprobs=[-draw.random(len(response)) for response in responses],
+        engine_logprobs=[-12 * draw.random(len(response)) for response in responses],
+        versions=[
+            np.full(len(response), group % 2, np.int32) for (group, _), response in zip(rows, responses, strict=True)
+        ],
+        version=1,
     )
 
 

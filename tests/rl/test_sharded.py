@@ -46,6 +46,7 @@ def test_the_cases_clip_skip_and_measure(played):
     assert min(m["grad_norm"] for m in alone["reference"][1]) > CASES["reference"].settings["max_grad_norm"]
     assert max(m["clip_fraction"] for m in alone["lora"][1]) > 0
     assert max(m["kl"] for m in alone["reference"][1]) > 1e-6
+    assert max(m["importance_beyond"] for m in alone["stale"][1]) > 0
     assert sum(m["skipped_no_advantage"] for m in alone["skipped"][1]) == 1
     assert sum(m["skipped_not_finite"] for m in alone["skipped"][1]) == 1
 
