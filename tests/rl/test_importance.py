@@ -217,9 +217,9 @@ def test_what_an_engine_sampled_over_a_refit_is_weighed_by_each_versions_law_at_
     assert ratio_N.max() > 1.5
 
 
-def test_a_long_sequence_overflows_nothing():
+def test_a_long_sequence_neither_overflows_nor_leaves_numbers_too_small_to_be_normal():
     lengths = [4000, 4000, 2]
-    prox_N = np.concatenate([np.full(4000, -1.0), np.full(4000, -3.0), np.zeros(2)])
+    prox_N = np.concatenate([np.full(4000, -1.0), np.full(4000, -1.025), np.zeros(2)])
     behaviour_N = np.concatenate([np.full(4000, -3.0), np.full(4000, -1.0), np.zeros(2)])
     rule = importance.Rule("sequence", math.inf, "truncate")
     applied = importance.apply(rule, prox_N, behaviour_N, lengths, [True] * 3)

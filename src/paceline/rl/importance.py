@@ -14,7 +14,8 @@ Floats = npt.NDArray[np.float64]
 Level = Literal["token", "sequence"]
 Beyond = Literal["truncate", "mask"]
 
-#: A ratio above e^40 is taken for e^40, so that neither it nor its square overflows, in float32 either.
+#: A ratio above e^40 is taken for e^40 and one below e^-40 for 0, so that neither a square overflows nor a gradient
+#: holds numbers too small to be normal, in float32 either: processors take several times as long over those.
 LOG_CEILING = 40.0
 #: Log-probabilities of engines are read to this fraction of a nat, about what float32 resolves.
 GRAIN = 2.0**-20
@@ -52,8 +53,11 @@ def log_ratios(prox_N: Floats, behaviour_N: Floats, lengths: Sequence[int], leve
     ``prox_N`` are log-probabilities (nats) under the policy at the start of the update, ``behaviour_N`` those with
     which each token was drawn, by whichever version drew it. ``token``: prox - behaviour. ``sequence``: its sum over
     the response, for each of its tokens, which is the ratio of the whole response (not GSPO's geometric mean, arXiv
-    2507.18071). The sequence's ratio makes the gradient's expectation that of the policy, whatever the mix of versions;
-    the token's leaves the law of what came before a token as it was, and is exact for responses of one token.
+    2507.18071). Weighed by its sequence's ratio, what a response adds to the gradient has the expectation that it has
+    under the policy, given its siblings and whatever the mix of versions. The token's ratio leaves the law of what came
+    before a token as it was, and is exact for responses of one token. Neither weighs what siblings of older weights do
+    to an advantage: nothing in expectation where the group's mean is taken off, but ``rl.scale_rewards`` divides by
+    their deviation.
     """
     own_N = prox_N - behaviour_N
     if level == "token":
@@ -118,4 +122,4 @@ def summary(sums: Mapping[str, float], largest: float) -> dict[str, float]:
 
 
 def _ratios(log_ratio_N: Floats) -> Floats:
-    return np.exp(np.minimum(log_ratio_N, LOG_CEILING))
+    return np.where(log_ratio_N < -LOG_CEILING, 0.0, np.exp(np.minimum(log_ratio_N, LOG_CEILING)))
