@@ -146,6 +146,14 @@ def test_ages_are_added_and_weights_of_importance_weighed_by_tokens():
     assert summarise(records[2:]).age_max is None
 
 
+def test_tokens_per_second_are_of_steps_that_did_not_decode_meanwhile():
+    alone = make_record(0, tokens=80, seconds={"generation": 8.0, "train": 8.0})
+    overlapping = make_record(1, tokens=80, seconds={"generation": 0.1}, ages=[0, 8], overlap_share=0.9)
+    assert summarise([alone, overlapping]).tokens_per_second == 10.0
+    assert math.isnan(summarise([overlapping]).tokens_per_second)
+    assert summarise([overlapping]).generation_seconds == 0.1
+
+
 def test_a_speedup_over_steps_is_a_ratio_of_times():
     slow = make_record(0, seconds={"generation": 10.0}, plain_seconds_projected=10.0)
     fast = make_record(1, seconds={"generation": 1.0}, plain_seconds_projected=12.0)

@@ -49,6 +49,14 @@ def test_the_legend_names_what_was_done_once_and_outside_of_the_lanes():
     assert "other" in texts(odd)
 
 
+def test_what_is_too_short_to_be_seen_is_not_in_the_legend():
+    spans = [span("learner", "train", 0, 4), span("learner", "eval", 4, 4.0001), span("worker-0", "idle", 0, 1e-4)]
+    found = texts(step_plot("t", spans, 0.0, 8.0))
+    assert "training" in found
+    assert not {"evaluation", "waiting"} & set(found)
+    assert "worker-0" in found
+
+
 def test_changes_of_version_are_marked_where_there_is_room():
     found = texts(drawn(2))
     assert found.count("v2") == 1  # published by the learner

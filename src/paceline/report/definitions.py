@@ -49,7 +49,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward_errors", "rollouts", "Rollouts whose reward raised or ran out of time; their reward is 0."),
     Metric("truncated", "", "Share of rollouts that ended at the length limit."),
     Metric("weight_version", "", "Version of the policy's weights that the rollouts were sampled from."),
-    Metric("seconds", "s", "Wall clock of the step by phase: " + ", ".join(PHASES) + "."),
+    Metric(
+        "seconds",
+        "s",
+        "Wall clock of the step by phase: "
+        + ", ".join(PHASES)
+        + ". Where decoding overlaps with the rest, generation is "
+        "what was waited for.",
+    ),
     Metric(
         "plain_seconds_projected",
         "s",

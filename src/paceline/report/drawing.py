@@ -46,6 +46,7 @@ _WIDTH_POINTS, _HEIGHT_POINTS = 460, 250
 TALL_POINTS, WIDE_POINTS = 350, 960
 _MOST_BARS = 96
 _MOST_DOTS = 48
+_MOST_NAMES = 7
 
 
 def series(records: Sequence[StepRecord], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -86,7 +87,7 @@ def legend(axes: "Axes", fewest: int = 2) -> None:
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(-0.02, 1.0),
-            ncols=min(len(names), 7),
+            ncols=min(len(names), _MOST_NAMES),
             handlelength=1.1,
             handletextpad=0.5,
             columnspacing=1.0,
@@ -177,7 +178,8 @@ def write_picture(path: Path, panels: Sequence[tuple[str, Draw, str, int]], widt
         places = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
         for axes, (title, draw, x_label, _) in zip(places, panels, strict=True):
             _draw(axes, draw, x_label)
-            axes.set_title(title, loc="left", pad=30, fontsize=13)
+            named = len(axes.get_legend_handles_labels()[1])
+            axes.set_title(title, loc="left", pad=12 + 18 * math.ceil(named / _MOST_NAMES), fontsize=13)
         fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         try:
             figure.savefig(path, dpi=144, facecolor=page_colours()["card"], metadata=fixed)

@@ -127,8 +127,13 @@ def mean_age(ages: Sequence[int]) -> float:
 
 
 def ran_ahead(record: StepRecord) -> bool:
-    """Whether somebody could decode while the learner worked: workers were up, or rollouts were older than the step."""
+    """Whether there was something to overlap: workers were up, or rollouts were older than the step."""
     return record.workers_up > 0 or len(record.ages) > 1
+
+
+def in_turn(record: StepRecord) -> bool:
+    """Whether the step's seconds of generation are all that its rollouts took: nothing was decoded meanwhile."""
+    return not (len(record.ages) > 1 and math.isfinite(record.overlap_share))
 
 
 def accept_histogram(rollouts: Iterable[Rollout]) -> list[int]:

@@ -126,13 +126,12 @@ def steps_table(steps: Sequence[StepOverlap]) -> Table:
 
 
 def step_table(one: StepOverlap) -> Table:
-    """One row a process of a step: how long it did what."""
+    """One row a process of a step: how long it did what, the longest first."""
     table = Table(box=box.SIMPLE_HEAD)
-    doings = list(dict.fromkeys(doing for did in one.doing.values() for doing in did))
-    for name in ("", *(f"{doing} s" for doing in doings)):
-        table.add_column(name, justify="right" if name else "left")
+    table.add_column("")
+    table.add_column("seconds by what it did")
     for role, did in one.doing.items():
-        table.add_row(role, *(shown(did.get(doing, math.nan)) for doing in doings))
+        table.add_row(role, ", ".join(f"{doing} {seconds:.2f}" for doing, seconds in did.items()))
     return table
 
 

@@ -8,6 +8,7 @@ import msgspec
 from paceline.report.metrics import (
     acceptance,
     depth_acceptance,
+    in_turn,
     known,
     known_sum,
     mean_age,
@@ -52,7 +53,10 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def summarise(records: Sequence[StepRecord]) -> Summary:
-    """The metrics of ``records`` together. ``eval_reward`` is the last one measured; NaN where a value is unknown."""
+    """The metrics of ``records`` together. ``eval_reward`` is the last one measured; NaN where a value is unknown.
+
+    ``tokens_per_second`` is of the steps that decoded and trained in turn: else generation is only what was waited for.
+    """
     rollouts = sum(record.rollouts for record in records)
     tokens = sum(record.tokens for record in records)
     rows = [known(ratio(record.tokens, record.tokens_per_forward)) for record in records]
@@ -61,6 +65,7 @@ def summarise(records: Sequence[StepRecord]) -> Summary:
     generation = sum(record.seconds.get("generation", 0.0) for record in records)
     projected = [record for record in records if math.isfinite(record.plain_seconds_projected)]
     measured = [record for record in records if record.speedup_measured > 0 and record.plain_seconds_measured > 0]
+    alone = list(filter(in_turn, records))
     ages: tuple[int, ...] = ()
     for record in records:
         ages = added(ages, record.ages)
@@ -83,7 +88,9 @@ def summarise(records: Sequence[StepRecord]) -> Summary:
         draft_gain_seconds=sum(record.draft_gain_seconds for record in records),
         draft_train_seconds=sum(known(record.draft_train_seconds) for record in records),
         generation_seconds=generation,
-        tokens_per_second=ratio(tokens, generation),
+        tokens_per_second=ratio(
+            sum(record.tokens for record in alone), sum(record.seconds.get("generation", 0.0) for record in alone)
+        ),
         speedup_projected=speedup(
             sum(record.plain_seconds_projected for record in projected),
             sum(record.seconds.get("generation", 0.0) for record in projected),

@@ -22,7 +22,7 @@ from paceline.report.drawing import (
     svg_of,
 )
 from paceline.report.metrics import counted, ratio
-from paceline.report.timeline import IDLE, WAIT, Shares, by_step, kind_of, lane_order, shares, union
+from paceline.report.timeline import IDLE, WAIT, Shares, by_step, doing_seconds, kind_of, lane_order, shares, union
 from paceline.report.trace import StepSpans
 from paceline.schema import Span, StepRecord
 
@@ -75,8 +75,12 @@ class _StepShares(msgspec.Struct):
 
 
 def step_picture(spans: Sequence[Span], start: float, seconds: float, palette: Palette) -> tuple[Draw, int]:
-    """What draws the step that took ``seconds`` from ``start``, ``spans`` cut to it, and the height that this takes."""
-    rows = _rows(spans)
+    """What draws the step that took ``seconds`` from ``start``, ``spans`` cut to it, and the height that this takes.
+
+    What is too short to be seen is left out.
+    """
+    did = [doing for role in doing_seconds(spans).values() for doing, took in role.items() if took > _FINEST * seconds]
+    rows, spans = _rows(spans), [span for span in spans if span.doing in did]
     bottom = rows[-1].top + rows[-1].lanes if rows else 1
 
     def draw(axes: "Axes") -> None:
