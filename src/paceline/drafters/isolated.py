@@ -170,11 +170,7 @@ class IsolatedHistoryDrafter(IsolatedDrafter):
 
     def absorb(self, rollouts: Sequence[Rollout]) -> None:
         """Responses that were decoded elsewhere become history."""
-        said = [each for each in rollouts if len(each.tokens)]
-        names = [each.request_id for each in said]
-        versions = np.array([each.versions[0] for each in said], np.int32).tobytes()
-        prompts, texts = (wire.Texts.of(names, parts) for parts in ([r.prompt for r in said], [r.tokens for r in said]))
-        self._say(wire.Absorb(prompts, [each.prompt_key for each in said], texts, versions))
+        self._say(wire.Absorb.of(rollouts))
 
     def votes(self) -> list[float]:
         """What was learned, as ``history.base.History.votes``."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import DrafterConfig
-from paceline.schema import Draft, FinishReason, Tokens, as_tokens
+from paceline.schema import Draft, FinishReason, Rollout, Tokens, as_tokens
 
 _SIZE = struct.Struct("<Q")
 _CHUNK_BYTES = 1 << 18
@@ -77,6 +77,33 @@ class Absorb(_Message, frozen=True):
     prompt_keys: list[str]
     texts: Texts
     versions: bytes
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> "Absorb":
+        """What a history needs of ``rollouts``; empty ones are left out."""
+        said = [rollout for rollout in rollouts if len(rollout.tokens)]
+        names = [rollout.request_id for rollout in said]
+        return cls(
+            prompts=Texts.of(names, [rollout.prompt for rollout in said]),
+            prompt_keys=[rollout.prompt_key for rollout in said],
+            texts=Texts.of(names, [rollout.tokens for rollout in said]),
+            versions=np.array([rollout.versions[0] for rollout in said], np.int32).tobytes(),
+        )
+
+    def rollouts(self) -> list[Rollout]:
+        """Rollouts that hold it, and nothing else."""
+        versions = np.frombuffer(self.versions, np.int32)
+        parts = zip(self.texts.names, self.prompts.parts(), self.prompt_keys, self.texts.parts(), versions, strict=True)
+        return [
+            msgspec.structs.replace(
+                bare_rollout(name, "stop"),
+                prompt=prompt,
+                prompt_key=key,
+                tokens=tokens,
+                versions=np.full(len(tokens), version, np.int32),
+            )
+            for name, prompt, key, tokens, version in parts
+        ]
 
 
 class Propose(_Message, frozen=True):
@@ -251,6 +278,29 @@ class Channel:
         body = bytes(memoryview(self._held)[_SIZE.size : end])
         del self._held[:end]
         return body
+
+
+def bare_rollout(name: str, reason: FinishReason) -> Rollout:
+    """A rollout that says only how it ended: enough for a drafter without a model, which has heard the tokens."""
+    nothing, none = np.empty(0), as_tokens([])
+    return Rollout(
+        request_id=name,
+        group="",
+        prompt_key="",
+        prompt=none,
+        tokens=none,
+        logprobs=nothing,
+        raw_logprobs=nothing,
+        logprob_mode="processed",
+        margins=nothing,
+        versions=none,
+        sources=np.empty(0, np.uint8),
+        finish_reason=reason,
+        forwards=0,
+        drafted=0,
+        accepted=0,
+        accept_lengths=none,
+    )
 
 
 def _offsets(parts: Sequence[Tokens]) -> npt.NDArray[np.int64]:

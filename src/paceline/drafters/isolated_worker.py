@@ -6,13 +6,12 @@ import sys
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from paceline.drafters import history_of, make_drafter
 from paceline.drafters import isolated_wire as wire
 from paceline.drafters.base import Absorbs, Drafter, Prefetcher
 from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot
-from paceline.schema import FinishReason, Outcome, PacelineError, Rollout, RolloutRequest, as_tokens
+from paceline.schema import Outcome, PacelineError, RolloutRequest
 
 #: How often an idle process looks whether the one that started it is still there.
 _LOOK_SECONDS = 2.0
@@ -80,10 +79,10 @@ def _serve(drafter: Drafter, question: wire.Question) -> wire.Answer | None:
                 ]
             )
         case wire.Finish(names, reasons):
-            drafter.finish([_ended(name, reason) for name, reason in zip(names, reasons, strict=True)])
+            drafter.finish([wire.bare_rollout(name, reason) for name, reason in zip(names, reasons, strict=True)])
         case wire.Absorb():
             if isinstance(drafter, Absorbs):
-                drafter.absorb(_said(question))
+                drafter.absorb(question.rollouts())
         case wire.Propose(names, budget):
             return wire.Drafts.of(drafter.propose(names, budget), names)
         case wire.Verify():
@@ -115,43 +114,3 @@ def _remember(drafter: Drafter, question: wire.Question) -> wire.Answer | None:
             return None
         case _:
             return wire.Saved(encode_snapshot(history.snapshot()))
-
-
-def _said(question: wire.Absorb) -> list[Rollout]:
-    """The rollouts that were decoded elsewhere, with what a history needs of them."""
-    texts, keys = question.texts, question.prompt_keys
-    versions = np.frombuffer(question.versions, np.int32)
-    parts = zip(texts.names, question.prompts.parts(), keys, texts.parts(), versions, strict=True)
-    return [
-        replace(
-            _ended(name, "stop"),
-            prompt=prompt,
-            prompt_key=key,
-            tokens=tokens,
-            versions=np.full(len(tokens), version, np.int32),
-        )
-        for name, prompt, key, tokens, version in parts
-    ]
-
-
-def _ended(name: str, reason: FinishReason) -> Rollout:
-    """A rollout of which a drafter without a model needs no more: it has heard the tokens."""
-    nothing, none = np.empty(0), as_tokens([])
-    return Rollout(
-        request_id=name,
-        group="",
-        prompt_key="",
-        prompt=none,
-        tokens=none,
-        logprobs=nothing,
-        raw_logprobs=nothing,
-        logprob_mode="processed",
-        margins=nothing,
-        versions=none,
-        sources=np.empty(0, np.uint8),
-        finish_reason=reason,
-        forwards=0,
-        drafted=0,
-        accepted=0,
-        accept_lengths=none,
-    )

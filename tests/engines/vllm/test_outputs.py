@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paceline.engines.vllm.front import Delta
 from paceline.engines.vllm.outputs import Answer, deltas
@@ -128,3 +129,30 @@ def test_outputs_of_either_layout_become_deltas():
 def test_a_prompt_that_is_being_filled_says_nothing():
     assert deltas([output([], None)]) == []
     assert deltas([output([], None, finish="abort")])[0].finish == "abort"
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_what_was_begun_and_what_follows_are_one_record(cut):  # field G11, I3, C9
+    def letters(tokens):
+        return "".join(chr(97 + token) for token in tokens)
+
+    whole = answer(decode=letters, stop=("gh",))
+    for token in range(8):
+        reason = whole.take(delta([token]), 3)
+    assert reason == "stop"
+    first = answer(decode=letters, stop=("gh",))
+    for token in range(cut - 1):
+        assert first.take(delta([token]), 3) is None
+    begun = first.rollout("abort", "processed", "model", 2.0)
+    rest = Answer(replace(first.request, begun=begun), 0, (), 100, letters)
+    assert rest.prefilled == 2 + cut - 1
+    for token in range(cut - 1, 8):
+        reason = rest.take(delta([token]), 4)
+    assert reason == "stop"
+    assert rest.emitted == 8 - (cut - 1)
+    made, expected = rest.rollout("stop", "processed", "model", 2.0), whole.rollout("stop", "processed", "model", 2.0)
+    assert made.versions.tolist() == [3] * (cut - 1) + [4] * (9 - cut)
+    for name in ("tokens", "logprobs", "sources", "accept_lengths"):
+        assert getattr(made, name).tolist() == getattr(expected, name).tolist()
+    for name in ("text", "forwards", "drafted", "accepted"):
+        assert getattr(made, name) == getattr(expected, name)

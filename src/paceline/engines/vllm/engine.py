@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig
+from paceline.drafters.isolated_wire import Absorb
 from paceline.engines.drive import generate
 from paceline.engines.intake import Limits, expand
 from paceline.engines.sentinel import Sentinel
@@ -126,6 +127,7 @@ class VllmEngine:
         """Queue requests; all of them are checked before any is queued.
 
         Raises RequestError for what ``HFEngine.submit`` refuses and for every parameter that vLLM would not honour.
+        What was begun goes on by the law of its policy, with other noise than it would have had.
         """
         self._check_open()
         if self._weights.void:
@@ -134,20 +136,20 @@ class VllmEngine:
         self._limits.check([request for request, _ in samples], set(self._answers))
         prepared = []
         for request, index in samples:
-            stop_ids = self._stop_ids(request)
-            vllm_params.check(request, stop_ids, self._terms)
-            prepared.append((request, index, stop_ids, vllm_params.to_vllm(request, stop_ids, self._terms)))
+            stop_ids, rest = self._stop_ids(request), vllm_params.rest_of(request)
+            vllm_params.check(rest, stop_ids, self._terms)
+            prepared.append((request, index, stop_ids, rest, vllm_params.to_vllm(rest, stop_ids, self._terms)))
         added: list[str] = []
-        for request, index, stop_ids, params in prepared:
+        for request, index, stop_ids, rest, params in prepared:
             try:
-                self._front.add(request.request_id, request.prompt.tolist(), params)
+                self._front.add(request.request_id, rest.prompt.tolist(), params)
             except refusals() as error:
                 self._front.abort(added)
                 for name in added:
                     del self._answers[name]
                 raise vllm_params.refused(request, error) from None
             added.append(request.request_id)
-            room = min(request.params.max_tokens, self.context - len(request.prompt))
+            room = min(rest.params.max_tokens, self.context - len(rest.prompt))
             self._answers[request.request_id] = Answer(request, index, stop_ids, room, self.decode)
 
     def step(self) -> list[Rollout]:
@@ -292,6 +294,12 @@ class VllmEngine:
         if self.speculative is not None and self.drafter.kind in PLUGIN_KINDS:
             self._plugin("load_state", {key: state[key] for key in ("step_times", "budget")})
 
+    def absorb(self, rollouts: Sequence[Rollout]) -> None:
+        """Responses that others decoded become history of the plug-in; any other drafter ignores them."""
+        self._check_open()
+        said = Absorb.of([rollout for rollout in rollouts if rollout.finish_reason != "abort"])
+        self._plugin("absorb", msgspec.msgpack.encode(said))
+
     def history_snapshot(self) -> bytes | None:
         """The history that drafts, as ``history.snapshot`` writes it; None where there is none."""
         found: bytes | None = self._plugin("snapshot")
@@ -332,7 +340,7 @@ class VllmEngine:
                 continue
             if not answer.passes and delta.passes:
                 self._stats.prompts_shared += delta.cached > 0
-                self._stats.tokens_prefilled += len(answer.request.prompt) - delta.cached
+                self._stats.tokens_prefilled += answer.prefilled - delta.cached
             emitted, passes, accepted = answer.emitted, answer.passes, answer.accepted
             reason = answer.take(delta, self.version)
             self._stats.tokens_emitted += answer.emitted - emitted

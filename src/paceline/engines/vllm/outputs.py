@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from paceline.engines.vllm.front import Delta
 from paceline.sampling.stops import Cut, Decode, cut
@@ -48,12 +49,12 @@ def _logprobs(found: Any, tokens: Sequence[int]) -> list[float]:
 
 
 class Answer:
-    """One request in flight: what was emitted for it, by which weights, in which passes.
+    """One request in flight: what was emitted for it, by which weights, in which passes, behind what was begun.
 
-    ``forwards`` counts passes that emitted a token for it. Which of them kept drafted tokens follows from their number
-    alone, but for the pass that ended the response inside its draft: there it takes what vLLM says at the end
-    (``Delta.drafts``) to know whether the last token had been drafted. ``drafted`` is exact where vLLM says so, and
-    otherwise what ``drafted_per_accepted`` makes of the accepted ones.
+    ``room`` is how many tokens more it may emit. ``forwards`` counts passes that emitted a token for it. Which of them
+    kept drafted tokens follows from their number alone, but for the pass that ended the response inside its draft:
+    there it takes what vLLM says at the end (``Delta.drafts``) to know whether the last token had been drafted.
+    ``drafted`` is exact where vLLM says so, and otherwise what ``drafted_per_accepted`` makes of the accepted ones.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Answer:
     ) -> None:
         self.request = request
         self.sample_index = sample_index
+        self._begun = request.begun
+        self._said = as_tokens([]) if request.begun is None else request.begun.tokens
         self._stop_ids = tuple(stop_ids)
         self._room = room
         self._decode = decode
@@ -78,8 +81,13 @@ class Answer:
         self._end = Cut(0)
 
     @property
+    def prefilled(self) -> int:
+        """Tokens that were there before the first pass: the prompt, and what was begun."""
+        return len(self.request.prompt) + len(self._said)
+
+    @property
     def emitted(self) -> int:
-        """Tokens so far."""
+        """Tokens so far, those that were begun aside."""
         return len(self._tokens)
 
     @property
@@ -101,7 +109,7 @@ class Answer:
         end = Cut(0)
         if len(emitted):
             left = self._room - len(self._tokens)
-            response = as_tokens(self._tokens)
+            response = as_tokens(np.concatenate([self._said, self._tokens]))
             end = cut(emitted, response, self.request.params, self._stop_ids, left, self._decode)
         self._tokens += [int(token) for token in emitted[: end.count]]
         self._logprobs += delta.logprobs[: end.count]
@@ -156,8 +164,8 @@ class Answer:
             drafted = sum(number for number, _ in self._drafts)
         text = self._end.text
         if text is None and self._decode is not None:
-            text = self._decode(self._tokens)
-        return Rollout(
+            text = self._decode([*self._said.tolist(), *self._tokens])
+        made = Rollout(
             request_id=request.request_id,
             group=request.group,
             prompt_key=request.prompt_key,
@@ -177,3 +185,15 @@ class Answer:
             text=text,
             sample_index=self.sample_index,
         )
+        return made if self._begun is None else _joined(self._begun, made)
+
+
+def _joined(begun: Rollout, rest: Rollout) -> Rollout:
+    """One record of a response whose first part was emitted elsewhere."""
+    arrays = ("tokens", "logprobs", "raw_logprobs", "margins", "versions", "sources", "accept_lengths")
+    counts = ("forwards", "drafted", "accepted")
+    return replace(
+        rest,
+        **{name: np.concatenate([getattr(begun, name), getattr(rest, name)]) for name in arrays},
+        **{name: getattr(begun, name) + getattr(rest, name) for name in counts},
+    )

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+import numpy as np
+from msgspec.structs import replace
+
 from paceline.engines.intake import RequestError
 from paceline.engines.vllm.failures import refusals
 from paceline.schema import Grammar, RolloutRequest, SamplingParams, derive_seed
@@ -41,6 +44,30 @@ def check(request: RolloutRequest, stop_ids: Sequence[int], terms: Terms) -> Non
     fault = terms.refusal(params)
     if fault is not None:
         raise RequestError(f"request {request.request_id}: {fault}")
+
+
+def rest_of(request: RolloutRequest) -> RolloutRequest:
+    """The request for what is left of one that was begun: what was said is behind its prompt, lengths are shorter.
+
+    The seed is another: noise that was used must not come again. RequestError for what vLLM knows of its own tokens
+    only.
+    """
+    if request.begun is None or not len(request.begun.tokens):
+        return request
+    params, said = request.params, request.begun.tokens
+    for name in ("presence_penalty", "frequency_penalty", "grammar"):
+        if getattr(params, name):
+            raise RequestError(
+                f"request {request.request_id}: {name}={_shown(params, name)}: what was begun cannot go on, as vLLM "
+                "would not count what was said; leave it out, or use engine.kind=hf"
+            )
+    shorter = replace(
+        params,
+        max_tokens=params.max_tokens - len(said),
+        min_tokens=max(params.min_tokens - len(said), 0),
+        seed=derive_seed("begun", request.seed, len(said)),
+    )
+    return replace(request, prompt=np.concatenate([request.prompt, said]), params=shorter, begun=None)
 
 
 def to_vllm(request: RolloutRequest, stop_ids: Sequence[int], terms: Terms) -> Any:

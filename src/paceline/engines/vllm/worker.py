@@ -15,6 +15,7 @@ PLUGIN_METHODS = (
     "set_drafting",
     "aside",
     "on_weights",
+    "absorb",
     "snapshot",
     "restore",
     "state",

@@ -14,6 +14,7 @@ from paceline.config import PluginConfig
 from paceline.drafters import history_of, make_drafter
 from paceline.drafters.follower import Follower, Introduced
 from paceline.drafters.guarded import GuardedDrafter
+from paceline.drafters.isolated_wire import Absorb
 from paceline.engines.vllm.versions import require_vllm
 from paceline.engines.vllm.workarounds import mend_worker, standing
 from paceline.integrations.vllm.keeping import Keeper, place
@@ -116,6 +117,11 @@ class HistoryProposer:
     def on_weights(self, version: int) -> None:
         """The policy moved to ``version``."""
         self._follower.on_weights(version)
+
+    def absorb(self, data: bytes) -> None:
+        """Responses that other engines decoded, as the msgpack of ``isolated_wire.Absorb``, become history."""
+        if self._drafter is not None and self._drafts_here:
+            self._drafter.absorb(msgspec.msgpack.decode(data, type=Absorb).rollouts())
 
     def snapshot(self) -> bytes | None:
         """The history, as a snapshot; None where the drafter has none, and from a worker that does not draft."""
