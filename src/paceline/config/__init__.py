@@ -204,6 +204,14 @@ class Config(Section):
             width = getattr(self.drafter, key).width
             fits = width == 1 or self.engine.kind == "hf"
             require(fits, f"drafter.{key}.width", width, "1 where engine.kind is vllm, which verifies chains only")
+        learners = self.cluster.learner_workers
+        alone = learners == 1 or self.cluster.kind == "ray"
+        require(alone, "cluster.learner_workers", learners, "1 where cluster.kind is local, or set ray")
+        follows = self.drafter.model_kind is not None and self.cotrain.when != "never"
+        require(learners == 1 or not follows, "cotrain.when", self.cotrain.when, "never where several learners train")
+        sleeps = self.engine.kind == "vllm" and self.engine.vllm.sleep
+        rests = not sleeps or not self.rl.max_age_steps or self.cluster.kind == "ray"
+        require(rests, "engine.vllm.sleep", sleeps, "0 where requests are in flight while the policy is trained")
         require(bool(self.tasks), "tasks", self.tasks, "at least one task")
         n, seed, longest = self.sampling.n, self.sampling.seed, self.sampling.max_tokens
         require(n == 1, "sampling.n", n, "left out of a run: rl.group_size says how many samples a prompt gets")

@@ -67,11 +67,12 @@ class Cotraining:
     """Decides each step whether the drafter is trained, trains it, and hands it to the engine.
 
     Without a model that drafts, or with ``cotrain.when`` never, it does nothing: a drafter that a checkpoint holds is
-    given to the engine all the same. ModelError, one line, where the model cannot be had.
+    given to the engine all the same. Without a ``learner`` nothing may have to be trained. ModelError, one line, where
+    the model cannot be had.
     """
 
     def __init__(
-        self, config: Config, policy: Policy, learner: Learner, warn: Warn, tell: Callable[[str], None]
+        self, config: Config, policy: Policy, learner: Learner | None, warn: Warn, tell: Callable[[str], None]
     ) -> None:
         self.config = config
         self.learner = learner
@@ -113,7 +114,7 @@ class Cotraining:
         that a training may read, a pass over more is made for the drafter alone, now, so that all that it learns from
         is the same policy's.
         """
-        if self.trainer is None or not self._decision.trains:
+        if self.trainer is None or self.learner is None or not self._decision.trains:
             return None, []
         model, most = self.trainer.model, self.config.cotrain.tokens
         self._collector = Collector(self._policy.model, model.taps if isinstance(model, Head) else ())

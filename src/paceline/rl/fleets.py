@@ -1,4 +1,4 @@
-"""Which fleet a run gets: the engine in this process, or workers on Ray."""
+"""Who generates and who trains: the engine and the learner of this process, or workers on Ray."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +10,16 @@ from paceline.config import Config
 from paceline.rl import folder
 from paceline.rl.drafting import sentinel
 from paceline.rl.engine import make_engine
+from paceline.rl.learner import Learner
 from paceline.rl.local import LocalFleet
 from paceline.rl.policy import Policy
 
 if TYPE_CHECKING:
+    from paceline.rl.cluster.learners import RemoteLearner
     from paceline.rl.cluster.ray_fleet import RayFleet
+
+RunLearner: TypeAlias = "Learner | RemoteLearner"
+"""Who updates the policy; the policy of the run holds the weights after every update."""
 
 RunFleet: TypeAlias = "LocalFleet | RayFleet"
 """What the loop drives: a ``fleet.Fleet`` that also keeps what it learned over a resume, and checks itself."""
@@ -33,3 +38,12 @@ def make_fleet(
         return RayFleet(config, has_grammars)
     watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
     return LocalFleet(make_engine(watched, policy, out / folder.EXPORT, has_grammars), config, warn)
+
+
+def make_learner(config: Config, policy: Policy) -> RunLearner:
+    """The learner that ``config`` asks for, of the policy as it is. PacelineError, one line, where it cannot start."""
+    if config.cluster.learner_workers == 1:
+        return Learner(policy, config.rl, config.sampling.temperature)
+    from paceline.rl.cluster.learners import RemoteLearner
+
+    return RemoteLearner(config, policy)

@@ -157,6 +157,9 @@ class Learner:
         """The optimiser's state, ``Optimiser.state``."""
         return self.optimiser.state()
 
+    def close(self) -> None:
+        """Nothing is to be released."""
+
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what ``state`` gave. Raises ModelError, naming the tensor, where it does not fit."""
         self.optimiser.load_state(tensors)

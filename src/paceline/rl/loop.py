@@ -37,7 +37,7 @@ from paceline.rl.curriculum import Curriculum, Item, load_items
 from paceline.rl.drafting import Cotraining
 from paceline.rl.engine import drafts
 from paceline.rl.fleet import Weights
-from paceline.rl.fleets import make_fleet
+from paceline.rl.fleets import make_fleet, make_learner
 from paceline.rl.generation import Generation
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
@@ -99,7 +99,7 @@ class Run:
         self.policy = Policy.load(config.policy, config.seed)
         self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt)
         self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt), config.rl, config.seed)
-        self.learner = Learner(self.policy, config.rl, config.sampling.temperature)
+        self.learner = make_learner(config, self.policy)
         own = (item.prompt.grammar for item in (*self.curriculum.items, *self._eval_items))
         grammars = [grammar for grammar in (config.sampling.grammar, *own) if grammar is not None]
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
@@ -108,7 +108,9 @@ class Run:
         self._engine_events: dict[str, int] = {}
         self.fleet = make_fleet(config, self.policy, out, bool(grammars), self._warn)
         self.generation = Generation(config, self.curriculum, self.fleet, self._judges, self._count)
-        self.cotraining = Cotraining(config, self.policy, self.learner, self._warn, tell)
+        # Several learners see no whole batch, and the configuration allows no drafter to learn beside them.
+        here = self.learner if isinstance(self.learner, Learner) else None
+        self.cotraining = Cotraining(config, self.policy, here, self._warn, tell)
 
     def close(self) -> None:
         """End the judges' workers and release the engine."""
@@ -116,6 +118,7 @@ class Run:
         for judge in self._judges.values():
             judge.close()
         self.fleet.close()
+        self.learner.close()
         shutil.rmtree(self.out / folder.EXPORT, ignore_errors=True)
 
     # Steps

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config import Config
+from paceline.cotrain.taps import Collector
 from paceline.rl.cluster.codec import decode, encode
 from paceline.rl.cluster.rank import LOOPBACK, OPTIMISER, POLICY, STATE_SECONDS, RankActor, SentBatch, under
 from paceline.rl.cluster.session import RayCluster, one_line
@@ -62,7 +63,7 @@ class RemoteLearner:
             self.close()
             raise
 
-    def update(self, batch: Batch, collector: None = None, wanted: Collection[int] = ()) -> dict[str, float]:
+    def update(self, batch: Batch, collector: Collector | None = None, wanted: Collection[int] = ()) -> dict[str, float]:
         """``Learner.update``; PacelineError for a collector, as no rank sees the whole batch."""
         if collector is not None or wanted:
             raise PacelineError("drafters do not learn beside several learners: set cotrain.when=never")
