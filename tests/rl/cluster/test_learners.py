@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from paceline.config import Config
+from paceline.report.trace import read_trace
 from paceline.rl.cluster.learners import LearnersError, RemoteLearner
 from paceline.rl.cluster.rank import SentBatch
 from paceline.rl.learner import Batch, BatchError, Learner
+from paceline.rl.loop import train
 from paceline.rl.models import ModelError
 from paceline.rl.policy import Policy
+from paceline.schema import StepRecord
 from ray_processes import is_alive
 from sharded_cases import batch_of
 from tiny_policies import save_tiny
+from tiny_run import make_policy, tiny_config
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -122,6 +126,30 @@ def test_ranks_with_another_model_than_the_driver_do_not_start(model):
         policy.trainable()[0][1][0, 0] += 1e-9
     with pytest.raises(ModelError, match="learner rank 0 has other weights than the driver"):
         RemoteLearner(config, policy)
+
+
+def test_a_run_whose_learner_dies_resumes_in_one_process_as_if_unbroken(tmp_path, monkeypatch):
+    policy = make_policy(tmp_path / "policy")
+    settings = ("policy.dtype=float64", "check.every=0")
+    on_ray = ("cluster.kind=ray", "cluster.rollout_workers=1", "cluster.learner_workers=2", "cluster.worker_cpus=0.5")
+    unbroken = train(tiny_config(policy, tmp_path / "unbroken", *settings))
+
+    started = []
+    start = RemoteLearner._start
+    monkeypatch.setattr(RemoteLearner, "_start", lambda self, config: started.append(self) or start(self, config))
+
+    def kill_a_learner(event):
+        if isinstance(event, StepRecord) and event.step == 1:
+            os.kill(started[0].pids[1], signal.SIGKILL)
+
+    with pytest.raises(LearnersError, match=r"learner rank 1 of 2 died .*resume the run from its last checkpoint"):
+        train(tiny_config(policy, tmp_path / "run", *settings, *on_ray), on_event=kill_a_learner)
+    resumed = train(tiny_config(policy, tmp_path / "run", *settings), resume=True)
+    assert [record.step for record in resumed] == [record.step for record in unbroken]
+    assert [record.reward for record in resumed] == [record.reward for record in unbroken]
+    assert [record.loss for record in resumed] == pytest.approx([record.loss for record in unbroken], rel=1e-6)
+    tokens = [[row.tokens for row in read_trace(tmp_path / run / "rollouts.jsonl")] for run in ("run", "unbroken")]
+    assert tokens[0] == tokens[1]
 
 
 def test_all_of_a_batch_travels_and_groups_stay_apart():
