@@ -149,6 +149,14 @@ def test_without_the_whole_ratio_the_gradient_is_biased(unrounded, versions, lev
     assert off(Watched(importance=level).expected(versions), of_expected_reward(len(versions))) > 1e-2
 
 
+def test_siblings_of_older_weights_keep_a_bias_where_advantages_are_divided_by_their_deviation(unrounded):
+    on_policy = Watched(importance="none", scale_rewards=True).expected([NOW, NOW])
+    corrected, plain = (
+        off(Watched(importance=level, scale_rewards=True).expected([0, 0]), on_policy) for level in ("sequence", "none")
+    )
+    assert 1e-2 < corrected < 0.6 * plain
+
+
 def test_engines_are_read_finely_enough_to_stay_exact_to_a_millionth():
     wanted = of_expected_reward(2)
     assert 1e-12 < off(Watched(importance="sequence").expected([0, 1]), wanted) < 1e-6
