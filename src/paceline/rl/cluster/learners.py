@@ -63,7 +63,9 @@ class RemoteLearner:
             self.close()
             raise
 
-    def update(self, batch: Batch, collector: Collector | None = None, wanted: Collection[int] = ()) -> dict[str, float]:
+    def update(
+        self, batch: Batch, collector: Collector | None = None, wanted: Collection[int] = ()
+    ) -> dict[str, float]:
         """``Learner.update``; PacelineError for a collector, as no rank sees the whole batch."""
         if collector is not None or wanted:
             raise PacelineError("drafters do not learn beside several learners: set cotrain.when=never")
