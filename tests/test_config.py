@@ -246,6 +246,17 @@ def test_settings_that_contradict_each_other_are_refused_in_one_line(override, m
     assert refusal(None, override).startswith(f"the override {override}: {message}")
 
 
+def test_several_learners_are_refused_where_they_cannot_train():
+    several = ("cluster.kind=ray", "cluster.learner_workers=2")
+    assert refusal(None, several[1]).startswith(
+        "the override cluster.learner_workers=2: cluster.learner_workers: 2 must be 1 where cluster.kind is local"
+    )
+    with pytest.raises(ConfigError, match=r"cotrain\.when: 'pays' must be never where several learners train"):
+        load_config(None, [*several, "drafter.kind=eagle3"])
+    for fine in (["drafter.kind=history"], ["drafter.kind=eagle3", "cotrain.when=never"]):
+        assert load_config(None, [*several, *fine]).cluster.learner_workers == 2
+
+
 @pytest.mark.parametrize("kind", ["block", "hybrid"])
 def test_what_vllm_cannot_draft_with_is_refused_before_it_starts(kind):
     message = refusal(None, "engine.kind=vllm", f"drafter.kind={kind}")
