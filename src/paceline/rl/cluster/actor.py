@@ -101,7 +101,9 @@ def _engine(config: Config, has_grammars: bool, export: Path) -> Any:
 
     policy = Policy.load(config.policy, config.seed)
     watched = replace(config, engine=replace(config.engine, sentinel=sentinel(config)))
-    return make_engine(watched, policy, export, has_grammars)
+    engine = make_engine(watched, policy, export, has_grammars)
+    policy.model.to("meta")  # the engine has a copy of its own; text is all that is asked of it
+    return engine
 
 
 def ignore_ctrl_c() -> None:
