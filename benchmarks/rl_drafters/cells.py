@@ -43,17 +43,25 @@ class Cell:
         return tuple(own)
 
 
-def all_cells(batch: int, depths: Sequence[int] = DEPTHS) -> list[Cell]:
-    """Every depth with an in-domain start, the one in the middle with a random one, adaptive budgets at the largest.
+def fixed_cells(batch: int, depths: Sequence[int] = DEPTHS) -> list[Cell]:
+    """Every depth with an in-domain start, the one in the middle with a random one.
 
     Plain decoding is first and last, so that the noise of the machine shows.
     """
-    middle = depths[len(depths) // 2]
-    fixed = [Cell(batch, depth, "in-domain", adapted) for adapted in (True, False) for depth in depths]
-    fixed += [Cell(batch, middle, "random", adapted) for adapted in (True, False)]
+    own = [Cell(batch, depth, "in-domain", adapted) for adapted in (True, False) for depth in depths]
+    own += [Cell(batch, _middle(depths), "random", adapted) for adapted in (True, False)]
+    return [Cell(batch), *own, Cell(batch)]
+
+
+def adaptive_cells(batch: int, depths: Sequence[int] = DEPTHS) -> list[Cell]:
+    """Adaptive budgets up to the largest depth from both starts, beside the depth in the middle and plain decoding."""
     starts: tuple[Start, ...] = ("in-domain", "random")
-    adaptive = [Cell(batch, max(depths), start, True, "adaptive") for start in starts]
-    return [Cell(batch), *fixed, *adaptive, Cell(batch)]
+    own = [Cell(batch, max(depths), start, True, "adaptive") for start in starts]
+    return [Cell(batch), Cell(batch, _middle(depths)), *own, Cell(batch)]
+
+
+def _middle(depths: Sequence[int]) -> int:
+    return depths[len(depths) // 2]
 
 
 @dataclass

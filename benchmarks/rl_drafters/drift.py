@@ -15,8 +15,13 @@ from paceline.schema import as_tokens
 EVERY = 4
 
 
+def steps_of(recording: Recording) -> list[int]:
+    """Every fourth step and the last one; those of all speeds have the same prompts."""
+    return sorted({*range(0, recording.steps, EVERY), recording.steps - 1})
+
+
 def measure(recording: Recording, follower: Follower, tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Judge the head, as it started and as it is by then, at every fourth step and at the last one.
+    """Judge the head, as it started and as it is by then, at the ``steps_of`` a recording.
 
     Each step's policy reads two sets of texts: the ``first`` step's, always the same ones, and its ``own``. Of each:
     the policy's mean entropy (nats), and for either head the metrics of ``Trainer.judge``. On the first step's texts a
@@ -27,7 +32,7 @@ def measure(recording: Recording, follower: Follower, tell: Callable[[str], None
     head = make_head("eagle3", HeadConfig(init="random"), policy.model, config.seed)
     trainer = Trainer(head, policy.model, config.cotrain, config.sampling.temperature)
     found: list[dict[str, Any]] = []
-    for step in sorted({*range(0, recording.steps, EVERY), recording.steps - 1}):
+    for step in steps_of(recording):
         policy.load_state(recording.weights(step))
         for texts, source in (("first", 0), ("own", step)):
             responses = [as_tokens(row.tokens) for row in recording.rows(source)]

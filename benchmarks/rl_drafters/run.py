@@ -40,7 +40,7 @@ from paceline.rl import folder
 from paceline.rl.loop import train
 from paceline.rl.schooling import Schooling
 
-PARTS = ("record", "heads", "cells", "decay", "drift")
+PARTS = ("record", "heads", "cells", "adaptive", "decay", "drift")
 TITLES = {"zero": "RL-Zero", "think": "RL-Think"}
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "rl_drafters_decay.png"
 
@@ -93,11 +93,16 @@ def do(plan: Plan, names: Sequence[str], parts: Sequence[str]) -> None:
             for follower in plan.followers(run).values() if "heads" in parts else ():
                 follower.make(say)
         run = plan.recording(name, "run")
-        for batch in plan.batches if "cells" in parts else ():
+        for batch in plan.batches:
             file = plan.results(f"{name}-{batch}")
-            if not file.is_file():
-                chosen = cells.all_cells(batch, plan.depths)
+            if "cells" in parts and not file.is_file():
+                chosen = cells.fixed_cells(batch, plan.depths)
                 keep(file, run, plan.followers(run), cells.measure(run, plan.followers(run), chosen, plan.steps, say))
+            file = plan.results(f"{name}-{batch}-adaptive")
+            if "adaptive" in parts and not file.is_file():
+                chosen = cells.adaptive_cells(batch, plan.depths)
+                found = cells.measure(run, plan.followers(run), chosen, plan.steps, say)
+                file.write_text(json.dumps(told(run, found), indent=1), encoding="utf-8")
         for speed in plan.moving:
             move(plan, name, speed, parts)
 
@@ -106,14 +111,15 @@ def move(plan: Plan, name: str, speed: str, parts: Sequence[str]) -> None:
     """Measure what a head from an in-domain start gives on a policy that moves, frozen and trained, and why."""
     run = plan.recording(name, speed)
     followers = plan.followers(run)
+    file = plan.results(f"{name}-drift-{speed}")
+    if "drift" in parts and not file.is_file():
+        file.write_text(json.dumps(drift.measure(run, followers["in-domain"], say), indent=1), encoding="utf-8")
     file = plan.results(f"{name}-decay-{speed}")
     if "decay" in parts and not file.is_file():
         own = [cells.Cell(max(plan.batches), plan.decay_depth, is_adapted=adapted) for adapted in (True, False)]
         # The first step is decoded twice, as the first one given warms up.
-        keep(file, run, followers, cells.measure(run, followers, own, (0, *range(run.steps)), say))
-    file = plan.results(f"{name}-drift-{speed}")
-    if "drift" in parts and not file.is_file():
-        file.write_text(json.dumps(drift.measure(run, followers["in-domain"], say), indent=1), encoding="utf-8")
+        found = cells.measure(run, followers, own, (0, *drift.steps_of(run)), say)
+        file.write_text(json.dumps(told(run, found), indent=1), encoding="utf-8")
 
 
 def keep(
@@ -123,21 +129,27 @@ def keep(
     found: Sequence[cells.Found],
 ) -> None:
     """Write what cells measured, and what the recorded run and the heads' training took."""
-    own = [
-        asdict(one) | {"tokens_per_forward": one.tokens_per_forward, "by_position": one.by_position} for one in found
-    ]
     seconds = [record.seconds for record in run.records]
-    result = {
-        "cells": own,
+    result = told(run, found) | {
         "data": [phases["reward"] + phases["other"] for phases in seconds],
         "train": run.train_seconds(),
-        "generation": [phases["generation"] for phases in seconds],
-        "reward": [record.reward for record in run.records],
-        "entropy": [record.entropy for record in run.records],
-        "response_tokens": [record.response_tokens_mean for record in run.records],
         "heads": {start: follower.log for start, follower in followers.items()},
     }
     file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+def told(run: Recording, found: Sequence[cells.Found]) -> dict[str, Any]:
+    """What cells measured, beside the reward and the entropy (nats) of each recorded step."""
+    own = [
+        asdict(one) | {"tokens_per_forward": one.tokens_per_forward, "by_position": one.by_position} for one in found
+    ]
+    rewards, entropies = [record.reward for record in run.records], [record.entropy for record in run.records]
+    return {"cells": own, "reward": rewards, "entropy": entropies}
+
+
+def read(file: Path) -> Any:
+    """What was kept of a measurement."""
+    return json.loads(file.read_text())
 
 
 def show(plan: Plan, names: Sequence[str], figure: Path | None = None) -> None:
@@ -147,22 +159,25 @@ def show(plan: Plan, names: Sequence[str], figure: Path | None = None) -> None:
         for batch in plan.batches:
             file = plan.results(f"{name}-{batch}")
             if file.is_file():
-                result = json.loads(file.read_text())
+                result = read(file)
                 rewards = result["reward"]
                 say(f"\n### {TITLES[name]}, batch {batch} (reward {rewards[0]:.2f} to {rewards[-1]:.2f})\n")
                 say(tables.step_table(result))
                 say("")
                 say(tables.generation_table(result))
-        for speed in plan.moving:
-            file, why = (plan.results(f"{name}-{part}-{speed}") for part in ("decay", "drift"))
+            file = plan.results(f"{name}-{batch}-adaptive")
             if file.is_file():
-                rate = f"learning rate {SPEEDS[speed]:g}"
-                result = decays[TITLES[name], rate] = json.loads(file.read_text())
-                say(f"\n### {TITLES[name]}, {rate}\n")
-                say(tables.decay_table(result))
-            if why.is_file():
                 say("")
-                say(tables.drift_table(json.loads(why.read_text())))
+                say(tables.generation_table(read(file)))
+        rates = {
+            f"{SPEEDS[speed]:g}": speed for speed in plan.moving if plan.results(f"{name}-decay-{speed}").is_file()
+        }
+        moved = {rate: read(plan.results(f"{name}-decay-{speed}")) for rate, speed in rates.items()}
+        files = {rate: plan.results(f"{name}-drift-{speed}") for rate, speed in rates.items()}
+        if moved:
+            say(f"\n### {TITLES[name]}, a policy that moves\n")
+            say(tables.moving_table(moved, {rate: read(file) for rate, file in files.items() if file.is_file()}))
+        decays |= {(TITLES[name], rate): result for rate, result in moved.items()}
     if decays and figure is not None:
         tables.draw_decay(decays, figure)
         say(f"\n{figure}")

@@ -1,5 +1,6 @@
 """Tables and the picture of the experiment, from what its cells measured."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def generation_table(result: dict[str, Any]) -> str:
 
 
 def step_table(result: dict[str, Any], start: str = "in-domain") -> str:
-    """Seconds of a step by phase: plain, and with an online head at every depth, and with an adaptive budget."""
+    """Seconds of a step by phase: plain, and with an online head at every depth."""
     chosen = [result["cells"][0] | {"seconds": plain_seconds(result)}]
     drafted = (cell for cell in result["cells"] if cell["cell"]["depth"])
     chosen += [cell for cell in drafted if cell["cell"]["start"] == start and cell["cell"]["is_adapted"]]
@@ -93,44 +94,28 @@ def step_table(result: dict[str, Any], start: str = "in-domain") -> str:
 def _title(how: dict[str, Any]) -> str:
     if not how["depth"]:
         return "plain"
-    return f"k = {how['depth']}" if how["budget"] == "fixed" else "adaptive"
+    return f"k = {how['depth']}"
 
 
-def decay_table(result: dict[str, Any], every: int = 4) -> str:
-    """Tokens per forward of each head by step, ``every`` so many steps together, and the run's reward and entropy."""
-    steps = [int(own["step"]) for own in result["cells"][0]["by_step"]]
-    parts = [slice(at, at + every) for at in range(0, len(steps), every)]
+def moving_table(decays: dict[str, dict[str, Any]], drifts: dict[str, list[dict[str, Any]]]) -> str:
+    """What a head gives and has in common with the policy, by step, for each learning rate of a policy that moves."""
     rows = []
-    for cell in result["cells"]:
-        groups = [cell["by_step"][part] for part in parts]
-        rates = (ratio(_sum(group, "tokens"), _sum(group, "row_forwards")) for group in groups)
-        rows.append([f"tokens per forward, {_trained(cell)}", *(f"{rate:.2f}" for rate in rates)])
-    for name in ("reward", "entropy"):
-        values = [result[name][step] for step in steps]
-        rows.append([name, *(f"{np.mean(values[part]):.2f}" for part in parts)])
-    return markdown(["steps", *(f"{steps[part][0]}–{steps[part][-1]}" for part in parts)], rows)
+    for rate, result in decays.items():
+        steps = [int(own["step"]) for own in result["cells"][0]["by_step"]]
+        lines = {f"tokens per forward, {_trained(cell)}": tokens_by_step(cell).values() for cell in result["cells"]}
+        for texts, title in (("first", "the first step's texts"), ("own", "its own texts")):
+            own = [row for row in drifts.get(rate, ()) if row["texts"] == texts]
+            for state in ("online", "frozen") if own else ():
+                lines[f"overlap on {title}, {state}"] = [row[state]["overlap_1"] for row in own]
+        spans = list(itertools.pairwise([*steps, len(result["reward"])]))
+        for name in ("reward", "entropy"):
+            lines[f"{name}, up to the next"] = [float(np.mean(result[name][start:end])) for start, end in spans]
+        rows += [[rate, name, *(f"{value:.2f}" for value in found)] for name, found in lines.items()]
+    return markdown(["learning rate", "step", *map(str, steps)], rows)
 
 
 def _trained(cell: dict[str, Any]) -> str:
     return "online" if cell["cell"]["is_adapted"] else "frozen"
-
-
-def drift_table(rows: Sequence[dict[str, Any]]) -> str:
-    """What heads and the policy have in common on the first step's texts and on each step's own, by step."""
-    lines = []
-    for texts, title in (("first", "the first step's texts"), ("own", "its own texts")):
-        own = [row for row in rows if row["texts"] == texts]
-        values = {
-            "overlap, frozen": [row["frozen"]["overlap_1"] for row in own],
-            "overlap, online": [row["online"]["overlap_1"] for row in own],
-            "entropy": [row["entropy"] for row in own],
-        }
-        lines += [[f"{title}: {name}", *(f"{value:.2f}" for value in found)] for name, found in values.items()]
-    return markdown(["the policy of step", *(str(step) for step in sorted({row["step"] for row in rows}))], lines)
-
-
-def _sum(part: Sequence[dict[str, float]], name: str) -> float:
-    return sum(own[name] for own in part)
 
 
 def tokens_by_step(cell: dict[str, Any]) -> dict[int, float]:
@@ -139,24 +124,24 @@ def tokens_by_step(cell: dict[str, Any]) -> dict[int, float]:
 
 
 def draw_decay(results: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
-    """Tokens per forward by step: a row of panels a policy, a column a speed, one line a head."""
+    """Tokens per forward by step: a row of panels a policy, a column a learning rate, one line a head."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     from paceline.simulate.plot import COLOURS, STYLE
 
-    policies, speeds = (list(dict.fromkeys(names)) for names in zip(*results, strict=True))
+    policies, rates = (list(dict.fromkeys(names)) for names in zip(*results, strict=True))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.2 + 3.4 * len(speeds), 0.4 + 2.6 * len(policies)), layout="constrained")
-        panels = figure.subplots(len(policies), len(speeds), squeeze=False, sharex=True, sharey=True)
-        for (policy, speed), result in results.items():
-            axes = panels[policies.index(policy)][speeds.index(speed)]
+        figure = Figure(figsize=(1.2 + 3.4 * len(rates), 0.4 + 2.6 * len(policies)), layout="constrained")
+        panels = figure.subplots(len(policies), len(rates), squeeze=False, sharex=True, sharey=True)
+        for (policy, rate), result in results.items():
+            axes = panels[policies.index(policy)][rates.index(rate)]
             for cell, colour in zip(result["cells"], COLOURS, strict=False):
                 values = tokens_by_step(cell)
                 line = "-" if cell["cell"]["is_adapted"] else "--"
                 axes.plot(list(values), list(values.values()), label=_trained(cell), color=colour, linestyle=line)
-            axes.set_title(f"{policy}, {speed}", fontsize=10)
+            axes.set_title(f"{policy}, learning rate {rate}", fontsize=10)
             axes.set_ylim(bottom=1)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         for axes in panels[-1]:

@@ -43,7 +43,7 @@ def done(scripts, tmp_path_factory):
     )
     said = []
     patch.setattr(scripts["run"], "say", said.append)
-    scripts["run"].do(plan, ["think"], ("record", "heads", "cells", "decay", "drift"))
+    scripts["run"].do(plan, ["think"], scripts["run"].PARTS)
     scripts["run"].show(plan, ["think"], home / "decay.png")
     yield plan, said
     patch.undo()
@@ -66,10 +66,12 @@ def test_every_cell_decodes_the_recorded_tokens(done):
     result = result_of(plan, "think-4")
     recorded = sum(len(row.tokens) for row in plan.recording("think", "run").rows(1))
     drafting = [cell for cell in result["cells"] if cell["cell"]["depth"]]
-    assert len(drafting) == 2 * 2 + 2 + 2
-    for cell in result["cells"]:
+    assert len(drafting) == 2 * 2 + 2
+    adaptive = result_of(plan, "think-4-adaptive")["cells"]
+    assert [cell["cell"]["budget"] for cell in adaptive[1:-1]] == ["fixed", "adaptive", "adaptive"]
+    for cell in result["cells"] + adaptive:
         assert (cell["tokens"], cell["unlike"], cell["rollouts"]) == (recorded, 0, 4)
-    assert all(cell["drafted"] for cell in drafting if cell["cell"]["budget"] == "fixed")
+    assert all(cell["drafted"] for cell in drafting)
 
 
 def test_a_head_that_is_trained_moves_and_a_frozen_one_stays(scripts, done):
@@ -104,7 +106,7 @@ def test_drift_judges_the_trained_head_beside_the_frozen_one_on_the_same_texts(d
     assert later["frozen"]["tokens"] == later["online"]["tokens"] == start["frozen"]["tokens"]
     assert later["frozen"]["overlap_1"] != later["online"]["overlap_1"]
     assert 0 < moved["online"]["overlap_1"] <= 1
-    assert any("the first step's texts: overlap, online" in text for text in said)
+    assert any("overlap on the first step's texts, online" in text for text in said)
 
 
 def test_the_bound_of_a_step_is_the_papers(scripts):
