@@ -100,11 +100,12 @@ def test_a_run_that_overlaps_shows_what_did_and_its_notable_steps(ahead):
         "Who was busy",
         "Age of rollouts",
         "Drift of the sampler",
+        "Importance correction",
         "Step 7, the slowest",
         "Step 8, the median",
         "Step 15, the last",
     ]
-    assert section.count("<svg") == 6
+    assert section.count("<svg") == 7
     assert "Of 128.5 s the learner waited 32.0 s for rollouts and a worker 16.0 s for the learner" in section
     assert "A rollout worker&#x27;s process ended" in page
     assert "<th>learner waited s</th>" in page
@@ -122,7 +123,11 @@ def test_a_synchronous_run_in_one_process_has_nothing_to_overlap(run):
 def test_a_run_ahead_in_one_process_shows_ages_and_no_lanes(ahead):
     (ahead / "timeline.jsonl").unlink()
     section = write_report(ahead).read_text().split("<h2>Generation and training overlap</h2>")[1].split("<h2>")[0]
-    assert re.findall("<h3>(.*?)</h3>", section) == ["Age of rollouts", "Drift of the sampler"]
+    assert re.findall("<h3>(.*?)</h3>", section) == [
+        "Age of rollouts",
+        "Drift of the sampler",
+        "Importance correction",
+    ]
 
 
 def test_a_broken_timeline_is_one_clear_line(ahead):

@@ -206,3 +206,4 @@ def test_a_step_ran_ahead_where_workers_were_up_or_rollouts_were_older():
     assert not ran_ahead(make_record(0, ages=[8]))
     assert ran_ahead(make_record(1, ages=[0, 8]))
     assert ran_ahead(make_record(0, ages=[8], workers_up=2))
+    assert ran_ahead(make_record(0, overlap_share=0.0))

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.report.drawing import COLOURS, page_colours, write_picture
 from paceline.report.timeline import by_step
-from paceline.report.timeline_plots import ages_plot, drift_plot, shares_plot, step_picture, step_plot
+from paceline.report.timeline_plots import ages_plot, drift_plot, importance_plot, shares_plot, step_picture, step_plot
 from paceline.schema import PacelineError
 from sample_run import make_record
 from spans import make_timeline, span
@@ -116,6 +116,7 @@ def test_nothing_to_show_gives_no_picture():
     assert ages_plot([make_record(0)]) == ""
     assert step_plot("t", [], 0.0, 1.0) == ""
     assert drift_plot([make_record(0, mismatch_kl=float("nan"))]) == ""
+    assert importance_plot([make_record(0)]) == ""
 
 
 def test_a_step_of_a_moment_and_clocks_since_the_epoch_are_drawn_to_scale():

@@ -127,8 +127,8 @@ def mean_age(ages: Sequence[int]) -> float:
 
 
 def ran_ahead(record: StepRecord) -> bool:
-    """Whether there was something to overlap: workers were up, or rollouts were older than the step."""
-    return record.workers_up > 0 or len(record.ages) > 1
+    """Whether there was something to overlap: there were workers, or rollouts were older than the step."""
+    return record.workers_up > 0 or len(record.ages) > 1 or math.isfinite(record.overlap_share)
 
 
 def in_turn(record: StepRecord) -> bool:

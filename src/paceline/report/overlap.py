@@ -16,6 +16,7 @@ from paceline.report.timeline_plots import (
     ages_picture,
     ages_plot,
     drift_plot,
+    importance_plot,
     shares_picture,
     shares_plot,
     step_picture,
@@ -27,7 +28,6 @@ from paceline.schema import Span, StepRecord
 TIMELINE = "timeline.jsonl"
 _PANEL_POINTS = 260
 _TITLE = "Generation and training overlap"
-_AGE = "How many versions the weights had moved since the oldest token of a rollout was sampled."
 
 
 class StepOverlap(msgspec.Struct, kw_only=True):
@@ -170,10 +170,13 @@ def overlap_section(run: Path, records: Sequence[StepRecord]) -> str:
     """
     if not any(map(ran_ahead, records)):
         return ""
-    learning = _figure("Age of rollouts", _AGE, ages_plot(records)) + _figure(
-        "Drift of the sampler",
-        "KL per token between those who sampled and the policy before its update.",
-        drift_plot(records),
+    learning = "".join(
+        _figure(title, what, draw(records))
+        for title, what, draw in (
+            ("Age of rollouts", "Versions between a rollout's oldest token and the policy that learns.", ages_plot),
+            ("Drift of the sampler", "KL per token from who sampled to the policy before its update.", drift_plot),
+            ("Importance correction", "How many samples the weighed ones are worth.", importance_plot),
+        )
     )
     if not (run / TIMELINE).exists():
         return f'<h2>{_TITLE}</h2><div class="plots">{learning}</div>'

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from paceline.report.drawing import (
     COLOURS,
+    INDIGO,
     TEAL,
     WIDE_POINTS,
     Draw,
@@ -174,6 +175,26 @@ def drift_plot(records: Sequence[StepRecord]) -> str:
         axes.set_ylabel("nats")
 
     return svg_of("drift", draw, "step")
+
+
+def importance_plot(records: Sequence[StepRecord]) -> str:
+    """What importance correction did, by step, as SVG; empty where nothing was corrected."""
+    effective = series(records, [100 * record.effective_samples for record in records])
+    beyond = series(records, [100 * record.importance_beyond for record in records])
+    if not effective[0]:
+        return ""
+
+    def draw(axes: "Axes") -> None:
+        for name, colour, (steps, values) in (
+            ("effective samples", TEAL, effective),
+            ("weights beyond the limit", INDIGO, beyond),
+        ):
+            axes.plot(steps, values, color=colour, label=name, **dots(len(steps)))
+        axes.set_ylim(0, 105)
+        axes.set_ylabel("%")
+        legend(axes)
+
+    return svg_of("importance", draw, "step")
 
 
 def _rows(spans: Sequence[Span]) -> list[_Row]:
