@@ -22,6 +22,7 @@ class LocalFleet:
     """
 
     is_remote = False
+    workers_up = 1
 
     def __init__(self, engine: RunEngine, config: Config, warn: Callable[[str, str], None]) -> None:
         self.engine = engine

@@ -165,7 +165,9 @@ class Run:
         groups = self.generation.take(step)
         clock.lap("generation")
         after = self.fleet.stats()
-        decisions = budget_metrics(before, after, clock.seconds["generation"])
+        # Workers decode while the learner does other things: what they took for it is the time of their passes.
+        decoding = after.pass_seconds - before.pass_seconds
+        decisions = budget_metrics(before, after, decoding if self.fleet.is_remote else clock.seconds["generation"])
         if drafts(config) and after.forwards > before.forwards:
             self._warn_if("nothing_drafted", nothing_drafted(step, before, after))
 
@@ -248,7 +250,11 @@ class Run:
         seconds = self._told_until - start
         with TimelineWriter(self.out / folder.TIMELINE) as timeline:
             timeline.write([StepSpans(step=step, start=start, seconds=seconds, spans=spans)])
-        return dict(overlap_metrics(spans, start, seconds))
+        return {
+            "groups_waiting": self.generation.ready,
+            "workers_up": self.fleet.workers_up,
+            **overlap_metrics(spans, start, seconds),
+        }
 
     def evaluate(self, visit: str) -> tuple[float, list[Rollout]]:
         """Mean reward of the policy on the held-out prompts, greedy, and its answers."""

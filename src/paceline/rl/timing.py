@@ -33,9 +33,9 @@ class Clock:
         return self._epoch + self._last
 
     def spans(self, role: str, step: int, since: float) -> list[Span]:
-        """The phases as spans of ``role``, which waited in ``generation``, and saved since the step before."""
+        """The phases as spans of ``role``, which waited in ``generation``, and saved, or started, before ``step``."""
         started = self._laps[0][1]
-        laps = [("save", since, started - since)] if started > since else []
+        laps = [("save" if step else "start", since, started - since)] if started > since else []
         return [
             Span(role=role, doing=WAIT if phase == "generation" else phase, start=start, seconds=seconds, step=step)
             for phase, start, seconds in laps + self._laps
