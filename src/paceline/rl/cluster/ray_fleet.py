@@ -177,6 +177,9 @@ class RayHand:
             if self._closing is not None:
                 self._ray.wait([self._closing], timeout=_GRACE_SECONDS)
             self._ray.kill(self._actor)
+        self._end_process()
+
+    def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -189,8 +192,8 @@ class RayHand:
     def _came(self, future: Any) -> None:
         with suppress(Exception):  # it is gone already
             self._process = os.pidfd_open(future.result())
-        if self._is_dead:
-            self.kill()
+        if self._is_dead:  # this is a thread of Ray's own, in which its calls never return
+            self._end_process()
 
     def _done(self, future: Any) -> None:
         error = future.exception()

@@ -104,8 +104,9 @@ class Supervisor:
 
     def publish(self, weights: Weights) -> float:
         """Copy newer weights for the workers, who load them as ``rl.in_flight`` says."""
-        parcel = self._sender.send(weights)
-        self._desk.put(partial(self._publish, weights.version, parcel))
+        publish = partial(self._publish, weights.version, self._sender.send(weights))
+        # Whoever asks next which groups are begun must see all that older weights began (``Schedule``).
+        self._desk.ask(publish)
         return 0.0
 
     def stats(self) -> EngineStats:
