@@ -105,9 +105,9 @@ def soak(config, requests, publish_every=400, look_seconds=1.0):
 
 
 def _look(fleet, pids, rollouts, seconds):
-    dispatcher = fleet._dispatcher
+    dispatcher, members = fleet._dispatcher, fleet._members
     outstanding, held = fleet._desk.ask(
-        lambda: (dispatcher.outstanding, {dispatcher.seat(n): len(dispatcher.held(n)) for n in dispatcher.workers})
+        lambda: (dispatcher.outstanding, {seat: len(dispatcher.held(one.number)) for seat, one in members.items()})
     )
     return Sample(seconds, rollouts, {name: resident_mib(pid) for name, pid in pids.items()}, outstanding, held)
 
