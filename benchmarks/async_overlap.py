@@ -2,8 +2,9 @@
 
 Each cell is a whole run by `paceline train`, once a seed; cells take turns within a seed, in an order that rotates, so
 that what else the machine does falls on all alike. History starts cold. Step times are medians over the steps after the
-first two, in seconds of the clock. Reward curves: mean over seeds, and a paired t test over seeds of the mean reward of
-the second half of training. Runs that are complete in the folder are kept.
+first two, in seconds of the clock. Ray's workers run at the priority of the rest (its default lets all else go first).
+Reward curves: mean over seeds, and a paired t test over seeds of the mean reward of the second half of training. Runs
+that are complete in the folder are kept.
 
     OMP_NUM_THREADS=1 python benchmarks/async_overlap.py [--seeds 0,1,2] [--age 1] [--out DIR] [--json FILE]
         [--figure FILE] [KEY=VALUE ...]
@@ -12,6 +13,7 @@ the second half of training. Runs that are complete in the folder are kept.
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -41,7 +43,8 @@ def run(cell, seed, args):
     if not (out / "policy").is_dir():
         settings = [f"rl.max_age_steps={args.age}", *CELLS[cell], f"seed={seed}", "checkpoint.every=0", "check.every=0"]
         command = [Path(sys.executable).with_name("paceline"), "train", args.config, *settings, *args.overrides]
-        subprocess.run([*command, "rl.eval_every=0", "--out", out, "--overwrite"], check=True, stdout=sys.stderr)
+        command += ["rl.eval_every=0", "--out", out, "--overwrite"]
+        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"RAY_worker_niceness": "0"})
     return read_metrics(out / "metrics.jsonl"), read_timeline(out / "timeline.jsonl")
 
 
