@@ -142,12 +142,12 @@ def draw_decay(results: dict[tuple[str, str], dict[str, Any]], path: Path) -> No
                 line = "-" if cell["cell"]["is_adapted"] else "--"
                 axes.plot(list(values), list(values.values()), label=_trained(cell), color=colour, linestyle=line)
             axes.set_title(f"{policy}, learning rate {rate}", fontsize=10)
-            axes.set_ylim(bottom=1)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         for axes in panels[-1]:
             axes.set_xlabel("step")
         for axes in panels[:, 0]:
             axes.set_ylabel("tokens per forward")
+        panels[0][0].set_ylim(bottom=1)
         panels[0][0].legend(loc="lower right")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
