@@ -34,11 +34,10 @@ def make_policy(folder, **changes):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
         bos_token_id=1,
         eos_token_id=3,
         pad_token_id=0,
-        **changes,
+        **{"max_position_embeddings": 64, **changes},
     )
     model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = 3

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -145,6 +146,7 @@ class RayHand:
     def __init__(self, ray: Any, actor: Any, post: Post, poll_seconds: float, *, is_here: bool) -> None:
         self._ray, self._actor, self._post, self._poll_seconds = ray, actor, post, poll_seconds
         self._process: int | None = None
+        self._lock = threading.Lock()
         self._closing: Any = None
         self._is_dead = False
         if is_here and hasattr(os, "pidfd_open"):
@@ -180,7 +182,8 @@ class RayHand:
         self._end_process()
 
     def _end_process(self) -> None:
-        process, self._process = self._process, None
+        with self._lock:
+            process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -188,6 +191,8 @@ class RayHand:
 
     def _call(self, method: Any, *arguments: Any) -> None:
         method.remote(*arguments).future().add_done_callback(self._done)
+
+    # What follows is called by a thread of Ray's, which must not wait for Ray.
 
     def _came(self, future: Any) -> None:
         with suppress(Exception):  # it is gone already

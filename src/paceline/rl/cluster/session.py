@@ -20,17 +20,23 @@ _NO_OTHER_NODES = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER")
 class RayCluster:
     """Connects this process to Ray as ``config`` says; ``close`` ends what was started here.
 
-    A cluster that this process is connected to already is used, and left as it is. One that is started listens on
-    loopback only, and has as many CPUs as were asked for, also where the machine has fewer (a warning says so).
+    The connection ends with the last one that is closed; one that this process had before is used, and left as it is. A
+    cluster that is started listens on loopback only, and has as many CPUs as were asked for, also where the machine has
+    fewer (a warning says so).
     PacelineError, one line, where there is no Ray, no cluster at the address, or not what is asked for.
     """
+
+    _users = 0
 
     def __init__(self, config: ClusterConfig) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.ray = import_ray()
-        self._is_own = not self.ray.is_initialized()
-        if not self._is_own:
-            return
+        self._is_own = not self.ray.is_initialized() or RayCluster._users > 0
+        if not self.ray.is_initialized():
+            self._connect(config)
+        RayCluster._users += self._is_own
+
+    def _connect(self, config: ClusterConfig) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if config.address is not None:
@@ -50,8 +56,10 @@ class RayCluster:
         return str(self.ray.get_runtime_context().get_node_id())
 
     def close(self) -> None:
-        """Leave the cluster, and end it where it was started here."""
-        if self._is_own and self.ray.is_initialized():
+        """Leave the cluster where nobody else here uses it, and end it where it was started here."""
+        was_own, self._is_own = self._is_own, False
+        RayCluster._users -= was_own
+        if was_own and not RayCluster._users:
             self.ray.shutdown()
 
 

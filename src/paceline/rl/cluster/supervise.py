@@ -29,6 +29,8 @@ _START_SECONDS = 120.0
 #: What it may take from there to its first weights: it reads the policy and builds its engine.
 _BUILD_SECONDS = 900.0
 _TICK_SECONDS = 0.2
+#: What the calls that end workers may take; they wait for Ray, which may be dying itself.
+_JOIN_SECONDS = 60.0
 _MOST_SPANS = 1 << 16
 
 
@@ -119,7 +121,7 @@ class Supervisor:
     def close(self) -> None:
         """End all workers."""
         self._desk.end()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)
         self._crew.close()
         self._sender.close()
 
