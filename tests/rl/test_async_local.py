@@ -1,11 +1,6 @@
 """Asynchronous schedules in one process: what the same run on workers is held against."""
 
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +9,8 @@ from safetensors.torch import load_file
 
 from paceline.report.diff import diff_runs
 from paceline.report.trace import read_trace
+from paceline.rl import loop
+from paceline.rl.learner import Learner
 from paceline.rl.loop import train
 from tiny_run import make_policy, tiny_config
 
@@ -23,6 +20,12 @@ EXACT = ("policy.dtype=float64", "check.every=0")
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch):
+    """A report takes longer than one of these runs."""
+    monkeypatch.setattr(loop, "write_report", lambda *given, **named: None)
 
 
 def rows_of(run):
@@ -103,27 +106,25 @@ def test_the_drafter_decides_no_token_of_a_run_that_is_ahead(policy, tmp_path, d
     assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
 
 
-SCRIPT = """
-import os, signal, sys
-from paceline.rl import learner, loop
-from tiny_run import tiny_config
-update, calls = learner.Learner.update, []
-def killed(self, *given, **named):
-    calls.append(1)
-    if len(calls) == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return update(self, *given, **named)
-learner.Learner.update = killed
-loop.train(tiny_config(*sys.argv[1:]))
-"""
+class KilledError(BaseException):
+    """Nothing may handle it, as nothing handles SIGKILL."""
 
 
-@pytest.mark.parametrize("age", [1, 2])
-def test_a_run_killed_while_it_is_ahead_resumes_to_the_tokens_and_weights_of_the_unbroken_run(policy, tmp_path, age):
-    options = (*EXACT, "rl.epochs=3", f"rl.max_age_steps={age}")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, policy, tmp_path / "broken", *options]
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+def test_a_run_that_dies_while_it_is_ahead_resumes_to_the_tokens_and_weights_of_the_unbroken_run(
+    policy, tmp_path, monkeypatch
+):
+    options = (*EXACT, "rl.epochs=3", "rl.max_age_steps=2")
+    update, calls = Learner.update, []
+
+    def killed(learner, *given, **named):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KilledError
+        return update(learner, *given, **named)
+
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(Learner, "update", killed)
+        train(tiny_config(policy, tmp_path / "broken", *options))
     assert max(row.step for row in rows_of(tmp_path / "broken")) == 2
     records = train(tiny_config(policy, tmp_path / "broken", *options), resume=True)
     unbroken = train(tiny_config(policy, tmp_path / "whole", *options))

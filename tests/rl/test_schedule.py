@@ -40,7 +40,7 @@ def finish(group, version):
         group.rollouts.setdefault(request.request_id, rollout(request, version))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), max_age=st.integers(0, 4), steps=st.integers(1, 8))
 def test_every_order_of_events_keeps_the_age_bound_and_learns_from_each_group_once(data, max_age, steps):
     schedule, learned, every = make_schedule(steps, max_age), [], []
