@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from paceline.schema import PacelineError
 
 _LOG = logging.getLogger(__name__)
 
+_KNOCK_SECONDS = 10.0
 #: Ray binds to loopback where there can be no other nodes: a variable for its processes, and what this one made of it.
 _NO_OTHER_NODES = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER")
 
@@ -40,6 +42,7 @@ class RayCluster:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if config.address is not None:
+                _knock(config.address)
                 self.ray.init(address=config.address, **quiet)
                 return
             with _loopback_only():
@@ -76,6 +79,13 @@ def import_ray() -> Any:
 def one_line(error: BaseException) -> str:
     """An error of Ray, whose texts are long, as one line of at most 300 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def _knock(address: str) -> None:
+    """Ray asks a host that is not there for minutes; OSError says so at once."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "//" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
 
 
 def _amounts(config: ClusterConfig) -> dict[str, Any]:
