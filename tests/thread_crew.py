@@ -9,6 +9,7 @@ from paceline.rl.cluster.crew import Lost
 from paceline.rl.cluster.transport import TransportError
 from paceline.rl.cluster.worker import RolloutWorker
 from paceline.rl.fleet import Weights
+from paceline.schema import PacelineError
 from tiny_models import tiny
 
 SLOTS = 2
@@ -137,7 +138,7 @@ class ThreadCrew:
     def __init__(self, sender, make=an_engine, is_mute=False):
         self.sender, self.make, self.gates, self.before_step, self.is_mute = sender, make, {}, None, is_mute
         self.hands = []
-        self.is_closed = False
+        self.is_gone = self.is_closed = False
 
     def hire(self, seat, post):
         gate = self.gates.pop(seat, None)
@@ -167,6 +168,10 @@ class ThreadCrew:
 
     def why_absent(self, seat):
         return f"nobody came for {seat}"
+
+    def check(self):
+        if self.is_gone:
+            raise PacelineError("whoever hires is gone")
 
     def close(self):
         self.is_closed = True

@@ -240,6 +240,15 @@ def test_a_worker_that_never_starts_is_named(fleet_of):
         fleet.collect(SECONDS)
 
 
+def test_the_run_ends_where_no_worker_can_be_hired_any_more(fleet_of):
+    clock = Clock()
+    fleet, crew, _ = fleet_of(clock=clock)
+    crew.is_gone = True
+    clock.now += 6.0
+    with pytest.raises(PacelineError, match="whoever hires is gone"):
+        fleet.collect(SECONDS)
+
+
 def test_weights_that_do_not_arrive_are_sent_again(fleet_of):
     fleet, _, sender = fleet_of()
     sender.unreachable = {0}

@@ -50,5 +50,8 @@ class Crew(Protocol):
     def why_absent(self, seat: str) -> str:
         """Why a worker has not started, as far as is known."""
 
+    def check(self) -> None:
+        """PacelineError where nobody can be hired any more; asked every few seconds."""
+
     def close(self) -> None:
         """All workers are dead; let go of the rest."""

@@ -88,16 +88,22 @@ class RayCrew:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         options = {"scheduling_strategy": strategy}
         actor = start_worker(self._config, seat, has_grammars=self._has_grammars, options=options)
-        return RayHand(self._ray, actor, post, self._poll_seconds, is_here=self._nodes()[index] == self._cluster.node)
+        is_here = self._nodes()[index] == self._cluster.node
+        return RayHand(self._cluster, actor, post, self._poll_seconds, is_here=is_here)
 
     def why_absent(self, seat: str) -> str:  # noqa: ARG002
         """What it waits for, and what the cluster has."""
         return f"{self._wanted()}; its node may be gone, or Ray cannot start processes there"
 
+    def check(self) -> None:
+        """PacelineError where the cluster's head is gone."""
+        self._cluster.check()
+
     def close(self) -> None:
         """Give the places back, and end the cluster where it was started here."""
-        with suppress(Exception):
-            self._ray.util.remove_placement_group(self._group)
+        if not self._cluster.is_gone:
+            with suppress(Exception):
+                self._ray.util.remove_placement_group(self._group)
         self._cluster.close()
 
     @property
@@ -143,8 +149,8 @@ class RayCrew:
 class RayHand:
     """Implements ``crew.Hand`` over an actor's handle; ``is_here`` where its process is one of this machine."""
 
-    def __init__(self, ray: Any, actor: Any, post: Post, poll_seconds: float, *, is_here: bool) -> None:
-        self._ray, self._actor, self._post, self._poll_seconds = ray, actor, post, poll_seconds
+    def __init__(self, cluster: RayCluster, actor: Any, post: Post, poll_seconds: float, *, is_here: bool) -> None:
+        self._cluster, self._actor, self._post, self._poll_seconds = cluster, actor, post, poll_seconds
         self._process: int | None = None
         self._lock = threading.Lock()
         self._closing: Any = None
@@ -170,15 +176,17 @@ class RayHand:
 
     def close(self) -> None:
         """See ``Hand``."""
-        self._closing = self._actor.close.remote()
+        if not self._cluster.is_gone:
+            self._closing = self._actor.close.remote()
 
     def kill(self) -> None:
         """See ``Hand``. A process that was stopped does not hear Ray, so one of this machine is killed as well."""
         self._is_dead = True
-        with suppress(Exception):
-            if self._closing is not None:
-                self._ray.wait([self._closing], timeout=_GRACE_SECONDS)
-            self._ray.kill(self._actor)
+        if not self._cluster.is_gone:
+            with suppress(Exception):
+                if self._closing is not None:
+                    self._cluster.ray.wait([self._closing], timeout=_GRACE_SECONDS)
+                self._cluster.ray.kill(self._actor)
         self._end_process()
 
     def _end_process(self) -> None:

@@ -15,6 +15,7 @@ from paceline.schema import PacelineError
 _LOG = logging.getLogger(__name__)
 
 _KNOCK_SECONDS = 10.0
+_MISSES = 3
 #: Ray binds to loopback where there can be no other nodes: a variable for its processes, and what this one made of it.
 _NO_OTHER_NODES = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER")
 
@@ -37,6 +38,10 @@ class RayCluster:
         if not self.ray.is_initialized():
             self._connect(config)
         RayCluster._users += self._is_own
+        self._head = str(self.ray.get_runtime_context().gcs_address)
+        self._misses = 0
+        #: Whether its head was lost: no call of Ray's returns then.
+        self.is_gone = False
 
     def _connect(self, config: ClusterConfig) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -58,11 +63,25 @@ class RayCluster:
         """The id of the node that this process runs on."""
         return str(self.ray.get_runtime_context().get_node_id())
 
+    def check(self) -> None:
+        """PacelineError where the head of the cluster does not answer; Ray would end this process a minute later."""
+        try:
+            _knock(self._head)
+        except OSError as error:
+            self._misses += 1
+            if self._misses >= _MISSES:
+                self.is_gone = True
+                raise PacelineError(
+                    f"the head of the Ray cluster at {self._head} is gone ({error}); resume the run"
+                ) from None
+        else:
+            self._misses = 0
+
     def close(self) -> None:
         """Leave the cluster where nobody else here uses it, and end it where it was started here."""
         was_own, self._is_own = self._is_own, False
         RayCluster._users -= was_own
-        if was_own and not RayCluster._users:
+        if was_own and not RayCluster._users and not self.is_gone:
             self.ray.shutdown()
 
 

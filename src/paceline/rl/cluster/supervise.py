@@ -29,6 +29,7 @@ _START_SECONDS = 120.0
 #: What it may take from there to its first weights: it reads the policy and builds its engine.
 _BUILD_SECONDS = 900.0
 _TICK_SECONDS = 0.2
+_CHECK_SECONDS = 5.0
 #: What the calls that end workers may take; they wait for Ray, which may be dying itself.
 _JOIN_SECONDS = 60.0
 _MOST_SPANS = 1 << 16
@@ -80,7 +81,7 @@ class Supervisor:
         self._suspects: Counter[str] = Counter()
         self._losses = 0
         self._is_up = False
-        self._shared = self._watched = clock()
+        self._shared = self._watched = self._checked = clock()
         self._desk = Desk()
         # What other threads look at, under the lock.
         self._lock = threading.Lock()
@@ -331,6 +332,9 @@ class Supervisor:
         """Replace workers that hang, and miss those that do not come."""
         limit = self._cluster.hang_seconds
         was_away, self._watched = now - self._watched > limit / 2, now
+        if now - self._checked > _CHECK_SECONDS:
+            self._checked = now
+            self._crew.check()
         for member in list(self._members.values()):
             if was_away:  # it is this process that stood still
                 member.heard = member.moved = now
