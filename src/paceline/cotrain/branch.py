@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from paceline.cotrain.joint import attend_own, attend_own_backward, merge
 from paceline.cotrain.kernels import attend, attend_backward
 from paceline.drafters.heads import Head
 
@@ -119,12 +120,9 @@ class _Attention(torch.autograd.Function):
         for span in spans:
             for queries, keys, causal in span.parts():
                 out, lse = attend(query_NHD[queries], key_MKD[keys], value_MKD[keys], causal, scale)
-                out_NHD[queries], lse_NH[queries] = _merge(out_NHD[queries], lse_NH[queries], out.to(wide), lse)
+                out_NHD[queries], lse_NH[queries] = merge(out_NHD[queries], lse_NH[queries], out.to(wide), lse)
         if key_PNKD is not None and value_PNKD is not None:
-            scores_PNH = _branch_scores(query_NHD.to(wide), key_PNKD.to(wide), scale)
-            lse = scores_PNH.logsumexp(0)
-            weights_PNH = (scores_PNH - lse).exp()
-            out_NHD, lse_NH = _merge(out_NHD, lse_NH, _mix(weights_PNH, value_PNKD.to(wide)), lse)
+            out_NHD, lse_NH = merge(out_NHD, lse_NH, *attend_own(query_NHD, key_PNKD, value_PNKD, scale))
         out_NHD = out_NHD.to(query_NHD.dtype)
         ctx.save_for_backward(query_NHD, key_MKD, value_MKD, key_PNKD, value_PNKD, out_NHD, lse_NH)
         ctx.spans, ctx.scale = spans, scale
@@ -145,44 +143,13 @@ class _Attention(torch.autograd.Function):
                     (query_grad, key_grad, value_grad), (queries, keys, keys), shares, strict=True
                 ):
                     whole[where] += share
-        branch_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+        branch_grads: Sequence[Tensor | None] = (None, None)
         if key_PNKD is not None:
-            query, grad, key, value = (x.to(wide) for x in (query_NHD, grad_NHD, key_PNKD, value_PNKD))
-            weights_PNH = (_branch_scores(query, key, ctx.scale) - lse_NH).exp()
-            towards_PNH = _branch_scores(grad, value, 1.0) - (grad * out_NHD.to(wide)).sum(-1)
-            scores_grad_PNH = weights_PNH * towards_PNH * ctx.scale
-            query_grad += _mix(scores_grad_PNH, key)
-            branch_grads = (
-                _outer(scores_grad_PNH, query, key).to(key_PNKD.dtype),
-                _outer(weights_PNH, grad, value).to(value_PNKD.dtype),
-            )
+            given = (grad_NHD, query_NHD, key_PNKD, value_PNKD, out_NHD, lse_NH)
+            query_share, *branch_grads = attend_own_backward(*given, ctx.scale)
+            query_grad += query_share
         trunk_grads = (query_grad.to(query_NHD.dtype), key_grad.to(key_MKD.dtype), value_grad.to(value_MKD.dtype))
         return *trunk_grads, *branch_grads, None, None
-
-
-def _merge(out_NHD: Tensor, lse_NH: Tensor, more_NHD: Tensor, more_lse_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts of one softmax put together."""
-    joint_NH = torch.logaddexp(lse_NH, more_lse_NH)
-    own, more = (lse_NH - joint_NH).exp(), (more_lse_NH - joint_NH).exp()
-    return own[..., None] * out_NHD + more[..., None] * more_NHD, joint_NH
-
-
-def _branch_scores(query_NHD: Tensor, key_PNKD: Tensor, scale: float) -> Tensor:
-    """Each row's products with its own keys, (P, N, H)."""
-    query_NKGD = query_NHD.unflatten(1, (key_PNKD.shape[2], -1))
-    return torch.einsum("nkgd,pnkd->pnkg", query_NKGD, key_PNKD).flatten(2) * scale
-
-
-def _mix(weights_PNH: Tensor, side_PNKD: Tensor) -> Tensor:
-    """Weighted sums of each row's own keys or values, (N, H, D)."""
-    weights_PNKG = weights_PNH.unflatten(2, (side_PNKD.shape[2], -1))
-    return torch.einsum("pnkg,pnkd->nkgd", weights_PNKG, side_PNKD).flatten(1, 2)
-
-
-def _outer(weights_PNH: Tensor, side_NHD: Tensor, like_PNKD: Tensor) -> Tensor:
-    """Gradient of each row's own keys or values, (P, N, K, D): query heads summed by key head."""
-    heads = like_PNKD.shape[2]
-    return torch.einsum("pnkg,nkgd->pnkd", weights_PNH.unflatten(2, (heads, -1)), side_NHD.unflatten(1, (heads, -1)))
 
 
 AttentionInterface.register(NAME, branch_attention)
