@@ -145,8 +145,8 @@ class _Attention(torch.autograd.Function):
                     whole[where] += share
         branch_grads: Sequence[Tensor | None] = (None, None)
         if key_PNKD is not None:
-            given = (grad_NHD, query_NHD, key_PNKD, value_PNKD, out_NHD, lse_NH)
-            query_share, *branch_grads = attend_own_backward(*given, ctx.scale)
+            own = (key_PNKD, value_PNKD, out_NHD, lse_NH)
+            query_share, *branch_grads = attend_own_backward(grad_NHD, query_NHD, *own, ctx.scale)
             query_grad += query_share
         trunk_grads = (query_grad.to(query_NHD.dtype), key_grad.to(key_MKD.dtype), value_grad.to(value_MKD.dtype))
         return *trunk_grads, *branch_grads, None, None

@@ -50,9 +50,9 @@ class Layout:
     """Rows of packed documents, ``lengths`` of each, dealt to ``world`` ranks.
 
     Each document is padded to a multiple of 2 * world rows and cut in 2 * world slices, of which rank r owns r and
-    2 * world - 1 - r in zigzag order: under a causal mask every rank has the same work (Llama 3,
-    arXiv 2407.21783, 3.3.2). In contiguous order it owns 2r and 2r + 1. Padding is never a row; a rank may own none. Raises
-    LayoutError for no rank or an empty document.
+    2 * world - 1 - r in zigzag order: under a causal mask every rank has the same work (Llama 3, arXiv 2407.21783,
+    3.3.2). In contiguous order it owns 2r and 2r + 1. Padding is never a row; a rank may own none. Raises LayoutError
+    for no rank or an empty document.
     """
 
     def __init__(self, lengths: Sequence[int], world: int, order: Literal["zigzag", "contiguous"] = "zigzag") -> None:
