@@ -1,0 +1,89 @@
+"""Cuts a policy of transformers into the stages of a pipeline: modules that share its layers and compute as it does."""
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.forward.pretrained import ModelError
+from paceline.forward.taps import FINAL
+
+#: Names, among layers, the embeddings of the tokens: what the first layer reads.
+EMBEDDINGS = -2
+#: Types of models whose decoder is embeddings, layers and a norm, with nothing between them.
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def split(layers: int, stages: int) -> list[range]:
+    """The layers of every stage: as equally many as can be, the earlier stages one more. ModelError for too few."""
+    if not 0 < stages <= layers:
+        raise ModelError(f"{layers} layers in {stages} stages: every stage needs one; set fewer stages")
+    least, more = divmod(layers, stages)
+    starts = [stage * least + min(stage, more) for stage in range(stages + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+class PolicyStage(nn.Module):
+    """The ``layers`` of ``policy``: with its embeddings where they are the first, its norm and head where the last.
+
+    Parameters are the policy's own, not copies. The decoder's own forward runs over them, so masks, positions and
+    states are those of the whole policy. ModelError for a type of model not in ``KINDS``.
+    """
+
+    def __init__(self, policy: PreTrainedModel, layers: range) -> None:
+        super().__init__()
+        kind = policy.config.model_type
+        if kind not in KINDS:
+            raise ModelError(f"a policy of type {kind}: cannot be cut into stages; use {', '.join(KINDS)}")
+        whole: Any = policy.get_decoder()
+        self.layers = layers
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == len(whole.layers)
+        decoder: Any = copy.copy(whole)
+        # The shallow copy of a module shares its dictionary of modules.
+        decoder._modules = dict(whole._modules)
+        decoder.config = copy.deepcopy(whole.config)
+        decoder.config.num_hidden_layers = len(layers)
+        if getattr(whole.config, "layer_types", None) is not None:
+            decoder.config.layer_types = whole.config.layer_types[layers.start : layers.stop]
+        decoder.layers = nn.ModuleList(whole.layers[layers.start : layers.stop])
+        if not self.is_first:
+            del decoder._modules["embed_tokens"]
+        if not self.is_last:
+            decoder.norm = nn.Identity()
+        self.decoder = decoder
+        self.head = policy.get_output_embeddings() if self.is_last else None
+
+    def forward(self, inputs: Tensor, **kwargs: Any) -> Tensor:
+        """States (B, L, H), of the last stage logits (B, L, V), of token ids (B, L) or of the last stage's states.
+
+        ``kwargs`` are those of the decoder: ``attention_mask``, ``position_ids``.
+        """
+        name = "input_ids" if self.is_first else "inputs_embeds"
+        states: Tensor = self.decoder(**{name: inputs}, use_cache=False, **kwargs).last_hidden_state
+        if self.head is None:
+            return states
+        logits: Tensor = self.head(states)
+        return logits
+
+    def tap_points(self) -> dict[int, nn.Module]:
+        """The modules whose outputs are the states of this stage, by the layer that names them."""
+        points: dict[int, nn.Module] = dict(zip(self.layers, self.decoder.layers, strict=True))
+        if self.is_first:
+            points[EMBEDDINGS] = self.decoder.embed_tokens
+        if self.is_last:
+            points[FINAL] = self.decoder.norm
+        return points
+
+
+def stage_of(layer: int, cuts: Sequence[range]) -> int:
+    """The stage that makes the states of ``layer``. ModelError for a layer that no stage of ``cuts`` has."""
+    if layer in (EMBEDDINGS, FINAL):
+        return 0 if layer == EMBEDDINGS else len(cuts) - 1
+    for stage, layers in enumerate(cuts):
+        if layer in layers:
+            return stage
+    raise ModelError(f"a tap on layer {layer}: the policy has {cuts[-1].stop} layers, counted from 0")
