@@ -3,8 +3,8 @@
 Each cell is a whole run by `paceline train`, once a seed; cells take turns within a seed, in an order that rotates, so
 that what else the machine does falls on all alike. History starts cold. Step times are medians over the steps after the
 first two, in seconds of the clock. Ray's workers run at the priority of the rest (its default lets all else go first).
-Reward curves: mean over seeds, and a paired t test over seeds of the mean reward of the second half of training. Runs
-that are complete in the folder are kept.
+Their ratio is the median over seeds of the ratio within a seed. The mean rewards of the second half of training are
+compared by t tests against the noise of seeds (Welch's) and paired by seed. Runs that are complete are kept.
 
     OMP_NUM_THREADS=1 python benchmarks/async_overlap.py [--seeds 0,1,2] [--age 1] [--out DIR] [--json FILE]
         [--figure FILE] [KEY=VALUE ...]
@@ -55,8 +55,8 @@ def summary(records, timelines):
     return {
         "step_seconds": float(np.median([row.seconds for seed in timelines for row in seed[COLD_STEPS:]])),
         "step_seconds_by_seed": [float(np.median([row.seconds for row in seed[COLD_STEPS:]])) for seed in timelines],
-        "exposed_generation_seconds": float(np.median([record.exposed_generation_seconds for record in timed])),
-        "exposed_training_seconds": float(np.median([record.exposed_training_seconds for record in timed])),
+        "exposed_generation_seconds": float(np.nanmedian([record.exposed_generation_seconds for record in timed])),
+        "exposed_training_seconds": float(np.nanmedian([record.exposed_training_seconds for record in timed])),
         "train_seconds": float(np.median([record.seconds["train"] for record in timed])),
         "tokens_per_forward": float(np.mean([record.tokens_per_forward for record in timed])),
         "mismatch_kl": float(np.mean([record.mismatch_kl for record in timed])),
@@ -67,18 +67,25 @@ def summary(records, timelines):
     }
 
 
-def paired_t(one, other):
-    """Mean of the differences, its standard error, t, and the two-sided p of Student's t (numerical integration)."""
-    differences = np.subtract(one, other)
-    freedom = len(differences) - 1
-    if freedom < 1:
-        return float(differences.mean()), math.nan, math.nan, math.nan
-    error = float(differences.std(ddof=1) / math.sqrt(len(differences)))
-    t = float(differences.mean()) / error
+def p_value(t, freedom):
+    """Two-sided, of Student's t, by numerical integration."""
     x = np.linspace(0, abs(t), 100_001)
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    inside = 2 * np.trapezoid(scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
-    return float(differences.mean()), error, t, float(1 - inside)
+    return float(1 - 2 * np.trapezoid(scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2), x))
+
+
+def compare(one, other):
+    """Difference of means; its error, t and p against the noise of seeds (Welch), and where seeds are paired."""
+    one, other = np.asarray(one), np.asarray(other)
+    found = {"difference": float(one.mean() - other.mean())}
+    if one.size > 1:
+        parts = np.array([one.var(ddof=1), other.var(ddof=1)]) / one.size
+        freedom = parts.sum() ** 2 / (parts**2 / (one.size - 1)).sum()
+        paired = float((one - other).std(ddof=1) / math.sqrt(one.size))
+        for name, error, free in (("seeds", math.sqrt(parts.sum()), freedom), ("paired", paired, one.size - 1)):
+            t = found["difference"] / error
+            found[name] = {"error": error, "t": t, "p": p_value(t, free)}
+    return found
 
 
 def curves(results, seeds):
@@ -126,29 +133,31 @@ def main():
         for cell in order[index % len(order) :] + order[: index % len(order)]:
             runs[cell].append(run(cell, seed, args))
     results = {cell: summary(*zip(*found, strict=True)) for cell, found in runs.items()}
-    slowest = results["synchronous", "plain"]["step_seconds"]
+    plain = np.array(results["synchronous", "plain"]["step_seconds_by_seed"])
     print("| schedule | drafts | step | ratio | exposed generation | exposed training | training | tokens a forward | "
           "oldest | drift | effective |")  # fmt: skip
     print("|---" * 11 + "|")
     for (schedule, drafts), row in results.items():
+        ratio = np.median(plain / row["step_seconds_by_seed"])
         print(
-            f"| {schedule} | {drafts} | {row['step_seconds']:.2f} s | {slowest / row['step_seconds']:.2f}x "
+            f"| {schedule} | {drafts} | {row['step_seconds']:.2f} s | {ratio:.2f}x "
             f"| {row['exposed_generation_seconds']:.2f} s | {row['exposed_training_seconds']:.2f} s "
             f"| {row['train_seconds']:.2f} s | {row['tokens_per_forward']:.2f} | {row['oldest']} "
             f"| {row['mismatch_kl']:.5f} | {row['effective_samples']:.3f} |"
         )
     found = curves(results, len(seeds))
     late = {schedule: rewards[:, rewards.shape[1] // 2 :].mean(axis=1) for schedule, rewards in found.items()}
-    difference, error, t, p = paired_t(late["asynchronous"], late["synchronous"])
     for schedule, rewards in late.items():
         print(f"reward of the second half, by seed, {schedule}: {', '.join(f'{reward:.3f}' for reward in rewards)}")
-    print(f"difference {difference:+.4f} +- {error:.4f}, paired t = {t:.2f}, p = {p:.2f}")
+    test = compare(late["asynchronous"], late["synchronous"])
+    print(f"difference {test['difference']:+.4f}")
+    for name in ("seeds", "paired") if len(seeds) > 1 else ():
+        print("  {}: +- {error:.4f}, t = {t:.2f}, p = {p:.2f}".format(name, **test[name]))
     if args.figure:
         draw(found, args.figure)
     if args.json:
-        tests = {"difference": difference, "error": error, "t": t, "p": p}
         cells = {" ".join(cell): row for cell, row in results.items()}
-        args.json.write_text(json.dumps({"cells": cells, "second_half": tests}, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps({"cells": cells, "second_half": test}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
