@@ -8,7 +8,7 @@ exact gradient. Registered with transformers' attention interface under ``NAME``
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +42,45 @@ class Span:
         yield queries, slice(own, own + self.count), True
 
 
-class Branches:
-    """The keys and values of a head's passes over one packed batch, layer by layer; handed to every pass as ``branch``.
+class Kept:
+    """The keys and values of a head's passes over one packed batch, layer by layer."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(
+        self, layer: int, key_NKD: Tensor, value_NKD: Tensor
+    ) -> tuple[int, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
+        """Keep a pass's; returns its index, the trunk's keys and values, and those of all later ones, (P, N, K, D)."""
+        kept = self._keys.setdefault(layer, [])
+        kept.append((key_NKD, value_NKD))
+        trunk, *later = kept
+        keys, values = (torch.stack(side) for side in zip(*later, strict=True)) if later else (None, None)
+        return len(later), (*trunk, keys, values)
+
+
+class Branches(Kept):
+    """What a head's passes attend to; handed to every pass as ``branch``.
 
     ``trunk`` are the spans of the first pass, ``rows`` those of all later ones, over the same documents.
     """
 
     def __init__(self, trunk: Sequence[Span], rows: Sequence[Span]) -> None:
+        super().__init__()
         self._trunk, self._rows = trunk, rows
-        self._keys: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def take(
-        self, layer: int, key_NKD: Tensor, value_NKD: Tensor
-    ) -> tuple[Sequence[Span], list[tuple[Tensor, Tensor]]]:
-        """Keep a pass's keys and values; returns its queries' spans of the trunk, and all that was kept."""
-        kept = self._keys.setdefault(layer, [])
-        kept.append((key_NKD, value_NKD))
-        return (self._trunk if len(kept) == 1 else self._rows), kept
+    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+        """The output (N, H, D) of the next pass of a layer, whose keys and values are kept."""
+        index, kept = self.keep(layer, key_NKD, value_NKD)
+        out_NHD: Tensor = _Attention.apply(query_NHD, *kept, self._rows if index else self._trunk, scale)
+        return out_NHD
+
+
+class Attending(Protocol):
+    """``Branches``, or what attends in its place."""
+
+    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+        """As ``Branches``."""
 
 
 @contextmanager
@@ -79,7 +101,7 @@ def branch_attention(
     value_1KND: Tensor,
     attention_mask: Tensor | None,
     *,
-    branch: Branches,
+    branch: Attending,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
@@ -92,11 +114,8 @@ def branch_attention(
     if dropout or unknown or attention_mask is not None:
         raise NotImplementedError(f"this head's attention uses {unknown or 'a mask or dropout'}, which is not trained")
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HND, key_1KND, value_1KND))
-    spans, ((trunk_key, trunk_value), *later) = branch.take(module.layer_idx, key, value)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys, values = (torch.stack(side) for side in zip(*later, strict=True)) if later else (None, None)
-    out_NHD = _Attention.apply(query, trunk_key, trunk_value, keys, values, spans, scale)
-    return out_NHD[None], None
+    return branch.attend(module.layer_idx, query, key, value, scale)[None], None  # type: ignore[arg-type]
 
 
 class _Attention(torch.autograd.Function):
