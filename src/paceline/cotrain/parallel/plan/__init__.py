@@ -1,0 +1,1 @@
+"""What co-training would take at scale: memory, bytes and layouts of a policy and its drafter, before anything runs."""

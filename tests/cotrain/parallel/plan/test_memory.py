@@ -1,0 +1,224 @@
+"""What ranks hold and send is what the layout, the schedule and the loss of co-training make of it, and adds up."""
+
+import msgspec
+import pytest
+
+from paceline.cotrain.parallel.layout import Layout as Packed
+from paceline.cotrain.parallel.plan.drafter import drafter_for
+from paceline.cotrain.parallel.plan.layouts import Job, Layout, layouts, microbatches, objection, rank_tokens
+from paceline.cotrain.parallel.plan.memory import (
+    stage_memory,
+    stage_parameters,
+    teacher_logits_bytes,
+    trunk_bytes,
+)
+from paceline.cotrain.parallel.plan.shapes import load_shape
+from paceline.cotrain.parallel.plan.taps import states_sent, tap_slots
+from paceline.cotrain.parallel.plan.timing import stage_flops
+from paceline.cotrain.parallel.plan.traffic import ring_backward_bytes, ring_forward_bytes, stage_traffic
+from paceline.schema import PacelineError
+
+GIB = 1 << 30
+CONTEXT = 262144
+
+
+def job(model: str, *, kind: str = "eagle3", gpus: int = 256, batch: int = 64, **options: object) -> Job:
+    shape = load_shape(model)
+    return Job(shape=shape, drafter=drafter_for(shape, kind), context=CONTEXT, batch=batch, gpus=gpus, **options)
+
+
+def ranks(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Layout:
+    return Layout(data=data, context=context, tensor=tensor, pipeline=pipeline, expert=expert)
+
+
+def test_at_256k_the_trunk_is_a_gibibyte_a_layer_and_the_teachers_logits_would_be_74() -> None:
+    shape = load_shape("qwen3-8b")
+    assert (shape.kv_heads, shape.head_dim, shape.hidden) == (8, 128, 4096)
+    assert trunk_bytes(CONTEXT, shape.kv, 2) == GIB
+    assert int(teacher_logits_bytes(CONTEXT, shape.vocabulary, 2) / GIB) == 74
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 64])
+def test_the_ring_sends_what_its_closed_forms_say(world: int) -> None:
+    tokens, heads, dim, b, accumulated = CONTEXT, 8, 128, 2, 4
+    kv, share = heads * dim, tokens // world
+    forward = (world - 1) * 2 * (tokens // world) * heads * dim * b
+    assert ring_forward_bytes(world, share, kv, b) == forward
+    backward = forward + world * 2 * (tokens // world) * heads * dim * accumulated
+    assert ring_backward_bytes(world, share, kv, b) == (backward if world > 1 else 0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [16, 17, 4099])
+def test_a_rank_has_the_tokens_that_the_packed_layout_gives_it(world: int, tokens: int) -> None:
+    own = msgspec.structs.replace(job("qwen3-8b"), context=tokens)
+    assert rank_tokens(own, ranks(context=world)) == Packed([tokens], world).capacity
+
+
+@pytest.mark.parametrize("model", ["qwen3-235b-a22b", "qwen3.5-122b-a10b", "llama-3.1-8b"])
+@pytest.mark.parametrize("pipeline", [1, 3, 8])
+def test_stages_hold_all_parameters_between_them(model: str, pipeline: int) -> None:
+    own = job(model)
+    parts = [stage_parameters(own, ranks(pipeline=pipeline), stage) for stage in range(pipeline)]
+    assert sum(map(sum, parts)) == own.shape.parameters()
+
+
+def test_embeddings_that_are_tied_lie_on_both_ends_of_a_pipeline() -> None:
+    own = job("qwen3-8b")
+    own = msgspec.structs.replace(own, shape=msgspec.structs.replace(own.shape, tied=True))
+    whole = own.shape.parameters()
+    assert sum(stage_parameters(own, ranks(), 0)) == whole
+    halves = [sum(stage_parameters(own, ranks(pipeline=2), stage)) for stage in range(2)]
+    assert sum(halves) == whole + own.shape.matrix
+
+
+def test_training_takes_sixteen_bytes_a_weight_over_all_ranks() -> None:
+    own, layout = job("llama-3.1-8b", gpus=8), ranks(data=2, context=2, tensor=2)
+    memory = stage_memory(own, layout, 0)
+    each = memory["weights"] + memory["gradients"] + memory["optimiser"]
+    assert each == -(-own.shape.parameters() // 8) * 16
+
+
+def test_context_ranks_divide_what_grows_with_tokens_and_the_ring_takes_two_layers_share() -> None:
+    own = job("qwen3-8b", gpus=8)
+    one, eight = (stage_memory(own, ranks(context=world), 0) for world in (1, 8))
+    for kind in ("activations", "trunk K/V", "branch K/V", "taps"):
+        assert one[kind] == 8 * eight[kind] > 0
+    assert one["ring buffers"] == 0
+    assert eight["ring buffers"] == 2 * (GIB // 8) * (2 + 4) // 2
+
+
+def test_checkpointing_leaves_inputs_and_one_layer() -> None:
+    own = job("llama-3.1-8b", gpus=8)
+    plain = msgspec.structs.replace(own, checkpoint=False)
+    layout = ranks(context=8)
+    kept, whole = (stage_memory(each, layout, 0)["activations"] for each in (own, plain))
+    inputs = 32 * (CONTEXT // 8) * 4096 * 2
+    # All layers are alike, so 31 of them are what is not kept.
+    layer = (whole - kept + inputs) // 31
+    assert whole - kept == 31 * layer - inputs
+    assert kept < whole / 5
+
+
+def test_a_stage_holds_micro_batches_of_all_stages_behind_it() -> None:
+    own = job("qwen3-8b", batch=64)
+    layout = ranks(pipeline=4)
+    inputs = 9 * CONTEXT * 4096 * 2
+    first, second = (stage_memory(own, layout, stage)["activations"] for stage in (0, 1))
+    assert first - second == inputs
+    few = msgspec.structs.replace(own, batch=2)
+    assert stage_memory(few, layout, 0)["activations"] == stage_memory(few, layout, 1)["activations"]
+
+
+def test_the_drafter_is_on_the_last_stage_alone() -> None:
+    own, layout = job("qwen3-235b-a22b"), ranks(context=8, pipeline=4)
+    kinds = ("drafter", "drafter activations", "trunk K/V", "branch K/V", "taps", "teacher", "tap rings")
+    for stage in range(4):
+        memory = stage_memory(own, layout, stage)
+        assert all((memory[kind] > 0) is (stage == 3) for kind in kinds)
+
+
+def test_tap_rings_have_the_slots_of_the_schedule_for_what_each_stage_sends() -> None:
+    own, layout = job("qwen3-235b-a22b"), ranks(context=8, pipeline=4)
+    # Taps on layers 1, 46 and 90 of 94, in stages of 24, 24, 23 and 23: the last is made where it is used.
+    assert own.drafter.taps == (1, 46, 90)
+    assert states_sent(own, layout) == {0: 2, 1: 1}
+    slots = tap_slots(own, layout)
+    assert (slots.minimum, slots.recommended) == ({0: 1, 1: 1}, {0: 3, 1: 2})
+    assert slots.stalls_at_minimum > 0
+    # Eight stages wait for each other: the step takes twice as long.
+    deep = tap_slots(own, ranks(context=8, pipeline=8))
+    assert deep.minimum == {0: 1, 3: 1}
+    assert deep.recommended == {0: 7, 3: 4}
+    assert deep.longer_at_minimum > 0.5 > slots.longer_at_minimum
+    state = CONTEXT // 8 * 4096 * 2
+    assert stage_memory(own, layout, 3)["tap rings"] == (3 * 2 + 2 * 1) * state
+    count = microbatches(own, layout)
+    assert [stage_traffic(own, layout, stage)["tap transfers"] for stage in range(4)] == [
+        count * 2 * state,
+        count * state,
+        0,
+        0,
+    ]
+
+
+def test_one_stage_sends_nothing_along_a_pipeline() -> None:
+    own, layout = job("qwen3-8b", gpus=1), ranks()
+    assert set(stage_traffic(own, layout, 0).values()) == {0}
+    assert stage_memory(own, layout, 0)["tap rings"] == 0
+    assert tap_slots(own, layout).recommended == {}
+
+
+def test_a_step_sends_each_kind_as_often_as_it_is_used() -> None:
+    own, layout = job("qwen3-8b", gpus=8, batch=8), ranks(data=2, context=4)
+    sent, count, share = stage_traffic(own, layout, 0), 4, CONTEXT // 4
+    ring = (2 * ring_forward_bytes(4, share, 1024, 2) + ring_backward_bytes(4, share, 1024, 2)) * 36
+    assert sent["policy ring"] == count * ring
+    drafter = ring_forward_bytes(4, share, 1024, 2) + ring_backward_bytes(4, share, 1024, 2)
+    assert sent["drafter ring"] == count * 3 * drafter
+    weights = own.shape.parameters() * 2 * 7 // 8 + own.drafter.parameters() * 2 * 7 // 8
+    assert sent["FSDP gathers"] == count * 2 * weights
+    assert sent["FSDP reductions"] == count * 2 * weights
+    assert sent["experts"] == sent["tensor"] == sent["pipeline"] == 0
+
+
+def test_linear_attention_has_no_ring() -> None:
+    own, layout = job("qwen3.5-122b-a10b"), ranks(context=8)
+    each = 2 * ring_forward_bytes(8, CONTEXT // 8, 512, 2) + ring_backward_bytes(8, CONTEXT // 8, 512, 2)
+    assert stage_traffic(own, layout, 0)["policy ring"] == 64 * 12 * each
+
+
+def test_experts_are_gathered_by_those_that_share_them_and_tokens_go_where_they_are() -> None:
+    own = job("qwen3-30b-a3b", gpus=8)
+    apart, together = (stage_traffic(own, ranks(context=8, expert=expert), 0) for expert in (8, 1))
+    assert together["experts"] == 0
+    assert apart["FSDP gathers"] < together["FSDP gathers"] / 4
+    states = CONTEXT // 8 * 2048 * 2
+    assert apart["experts"] == 64 * 2 * 3 * (48 * 8 * states * 7 // 8)
+    held = [stage_memory(own, ranks(context=8, expert=expert), 0)["gathered"] for expert in (8, 1)]
+    assert held[0] < held[1]
+
+
+def test_flops_of_a_short_context_are_six_a_weight_and_token() -> None:
+    own = msgspec.structs.replace(job("llama-3.1-8b"), context=128, checkpoint=False)
+    policy, drafter = stage_flops(own, ranks(), 0)
+    multiplied = own.shape.parameters() - own.shape.matrix
+    assert policy == pytest.approx(6 * multiplied * 128, rel=0.01)
+    assert drafter == pytest.approx(128 * (6 * 3 * own.drafter.parameters() + 2 * own.shape.matrix), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (ranks(data=7), "data x context x tensor x pipeline = 7, and there are 256 GPUs"),
+        (ranks(data=32, tensor=8), "tensor=8 does not divide 4 KV heads"),
+        (ranks(data=2, pipeline=128), "pipeline=128 stages for 94 layers"),
+        (ranks(context=256, expert=3), r"expert=3 does not divide 128 expert\(s\)"),
+        (ranks(data=2, context=32, pipeline=4, expert=128), "expert=128 does not divide data x context = 64"),
+        (ranks(data=128, tensor=2), "data=128 does not divide a batch of 64 sequences"),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_its_reason(layout: Layout, reason: str) -> None:
+    own = job("qwen3-235b-a22b")
+    assert objection(own, layout) is not None
+    with pytest.raises(PacelineError, match=reason):
+        layouts(own, msgspec.structs.asdict(layout))
+
+
+def test_every_layout_that_is_found_is_possible_and_none_is_left_out() -> None:
+    own = job("qwen3-30b-a3b", gpus=8, batch=4)
+    powers = [1, 2, 4, 8]
+    experts = [2**n for n in range(8)]
+    every = [
+        ranks(data=d, context=c, tensor=t, pipeline=p, expert=e)
+        for d in powers
+        for c in powers
+        for t in powers
+        for p in powers
+        for e in experts
+    ]
+    found = layouts(own, {})
+    assert len(found) == len({msgspec.structs.astuple(layout) for layout in found})
+    assert {msgspec.structs.astuple(layout) for layout in found} == {
+        msgspec.structs.astuple(layout) for layout in every if objection(own, layout) is None
+    }
