@@ -5,43 +5,23 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import dense_head
 from paceline.config import HeadConfig
 from paceline.cotrain.branch import attending
 from paceline.cotrain.documents import Document
 from paceline.cotrain.losses import Teacher
 from paceline.cotrain.objectives import make_objective
-from paceline.cotrain.ttt import TrainingTimeTest, _Batch
+from paceline.cotrain.ttt import TrainingTimeTest, _pack
 from paceline.drafters.head import HeadDrafter
 from paceline.drafters.heads import make_head
 from paceline.schema import RolloutRequest, SamplingParams
 from soft_drafting import seen, traits
-from taught import documents_of
-from tiny_models import VOCABULARY, tiny
-
-KEYS = {"temperature": 0.7, "passes": 4, "decay": 0.8}
+from taught import dense_of, documents_of, gradients, trained
+from tiny_models import tiny
 
 
 @pytest.fixture(scope="module")
 def policy():
     return tiny("llama").requires_grad_(False)
-
-
-def trained(policy, kind="eagle3", dtype="float64", **keys):
-    """A head far from its start, with gradients on, and its objective."""
-    head = make_head(kind, HeadConfig(init="random", dtype=dtype, **keys), policy, seed=3).requires_grad_(True)
-    with torch.no_grad():
-        for index, parameter in enumerate(head.parameters()):
-            generator = torch.Generator().manual_seed(index)
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(0.3 * noise.to(parameter.dtype))
-    return head, make_objective(head, Teacher.of(policy), **KEYS)
-
-
-def gradients(head, loss):
-    head.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
 
 
 def exact_norms(head):
@@ -52,33 +32,6 @@ def exact_norms(head):
                 exact = torch.nn.RMSNorm(len(child.weight), eps=child.variance_epsilon, dtype=torch.float64)
                 exact.weight = child.weight
                 setattr(module, name, exact)
-
-
-def dense_of(head, policy, documents):
-    """The dense definition's loss, count, sums and gradients by parameter name."""
-    weights = {name: p.detach().double().requires_grad_(True) for name, p in head.named_parameters()}
-    ids = torch.arange(VOCABULARY) if head.policy_ids() is None else head.policy_ids()
-    if head.kind == "eagle3":
-        one_pass = dense_head.eagle3_pass
-        fuse = lambda w, document: document.states_PS.double() @ w["fc.weight"].T  # noqa: E731
-        output = lambda w: w["lm_head.weight"]  # noqa: E731
-    else:
-        one_pass = dense_head.mtp_pass
-        fuse = lambda w, document: document.final_PH  # noqa: E731
-        output = lambda w: policy.lm_head.weight  # noqa: E731
-    loss, count, sums = dense_head.training_time_test(
-        one_pass,
-        weights,
-        head.config,
-        fuse,
-        policy,
-        output,
-        ids,
-        documents,
-        *KEYS.values(),
-    )
-    loss.backward()
-    return loss.detach(), count, sums, {name: weight.grad for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize("vocabulary", [0, 17])
@@ -163,10 +116,10 @@ def test_a_document_does_not_see_its_neighbours_and_a_row_not_what_follows(polic
 
 def _first_row(head, document):
     """What the output matrix reads of row 3 in every pass."""
-    batch = _Batch([document], 4, torch.device("cpu"))
+    batch = _pack([document], 4, torch.device("cpu"))
     objective = TrainingTimeTest(head, Teacher.of(head.policy), temperature=1.0, passes=4, decay=1.0)
     with attending(head):
-        read_NH, _, row_N = objective._passes(batch, [document])
+        read_NH, _, row_N = objective._passes(batch, document.states_PS[:-1])
     return read_NH[row_N == 0]
 
 
@@ -253,7 +206,7 @@ def test_what_is_trained_in_pass_d_is_what_drafts_the_d_th_token(policy, kind):
     document = Document(tokens, 5, padded_PS, torch.zeros((9, policy.config.hidden_size), dtype=torch.float64))
     objective = TrainingTimeTest(head, Teacher.of(policy), temperature=0.7, passes=3, decay=1.0)
     with torch.no_grad(), attending(head):
-        read_NH, pass_N, row_N = objective._passes(_Batch([document], 3, torch.device("cpu")), [document])
+        read_NH, pass_N, row_N = objective._passes(_pack([document], 3, torch.device("cpu")), padded_PS[:-1])
         logits_NV = read_NH @ head.output_weight().T / 0.7
     assert pass_N[row_N == 0].tolist() == [0, 1, 2]
     assert (draft.laws.log_softmax(-1) - logits_NV[row_N == 0].log_softmax(-1)).abs().max() < 1e-12

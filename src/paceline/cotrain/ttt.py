@@ -1,12 +1,13 @@
 """Training-time test (arXiv 2503.01840): a recurrent head is trained on what it will see, its own carried states."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cotrain.branch import Branches, Span, attending
+from paceline.cotrain.branch import Attending, Branches, Span, attending
 from paceline.cotrain.documents import Document
 from paceline.cotrain.losses import Scores, Teacher, soft_cross_entropy
 from paceline.drafters.heads import Head
@@ -25,6 +26,11 @@ class TrainingTimeTest:
         self._head, self._teacher, self._temperature = head, teacher, temperature
         self._weights = [decay**index for index in range(passes)]
 
+    @property
+    def passes(self) -> int:
+        """How many passes there are."""
+        return len(self._weights)
+
     def count(self, documents: Sequence[Document]) -> float:
         """The terms of the loss, each with the weight of its pass."""
         rows = [_rows(document) for document in documents]
@@ -39,16 +45,24 @@ class TrainingTimeTest:
         documents = [document for document in documents if _rows(document) > 0]
         if not documents:
             return torch.zeros((), device=self._head.policy.device, requires_grad=True), {}
-        batch = _Batch(documents, len(self._weights), self._head.policy.device)
+        batch = _pack(documents, len(self._weights), self._head.policy.device)
+        states_NS = torch.cat([document.states_PS[: _length(document)] for document in documents])
+        final_PH = torch.cat([document.final_PH[document.prompt_length :] for document in documents])
+        return self.loss_of(batch, states_NS, final_PH, denominator=denominator)
+
+    def loss_of(
+        self, batch: "Batch", states_NS: Tensor, final_PH: Tensor, *, denominator: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        """``loss`` of rows, N of which are in the first pass and fuse ``states_NS``; ``final_PH`` teaches."""
         with attending(self._head):
-            read_NH, pass_N, row_N = self._passes(batch, documents)
+            read_NH, pass_N, _ = self._passes(batch, states_NS)
         weights_P = torch.tensor(self._weights, dtype=torch.float64, device=read_NH.device)
         loss, scores = soft_cross_entropy(
             read_NH,
             self._head.output_weight(),
             self._teacher,
-            torch.cat([document.final_PH[document.prompt_length :] for document in documents]),
-            row_N + pass_N,
+            final_PH,
+            torch.cat(list(batch.targets)),
             temperature=self._temperature,
             denominator=denominator,
             policy_ids=self._head.policy_ids(),
@@ -56,55 +70,65 @@ class TrainingTimeTest:
         )
         return loss, sums_by_pass(scores, pass_N, len(self._weights))
 
-    def _passes(self, batch: "_Batch", documents: Sequence[Document]) -> tuple[Tensor, Tensor, Tensor]:
+    def _passes(self, batch: "Batch", states_NS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the output matrix reads of all rows that count, (N, H), with each one's pass and row, from 0."""
         head = self._head
-        states_NS = torch.cat([document.states_PS[: _length(document)] for document in documents]).detach()
-        branches = Branches(batch.trunk, batch.rows)
-        reads, passes, rows = [], [], []
-        carried_NH = head.fuse(states_NS)
+        reads, passes = [], []
+        carried_NH = head.fuse(states_NS.detach())
         for index in range(len(self._weights)):
             embeds_NH, position_N = head.embed(batch.tokens[index]), batch.positions[index]
-            read_1NH, carried_1NH = head(embeds_NH[None], carried_NH[None], position_N[None], branch=branches)
+            read_1NH, carried_1NH = head(embeds_NH[None], carried_NH[None], position_N[None], branch=batch.branches)
             read_NH, carried_NH = read_1NH[0], carried_1NH[0]
             if index == 0:
                 read_NH, carried_NH = read_NH[batch.counted_N], carried_NH[batch.counted_N]
-            row_N = batch.within[index]
-            reads.append(read_NH[row_N])
-            rows.append(row_N)
-            passes.append(torch.full_like(row_N, index))
-        return torch.cat(reads), torch.cat(passes), torch.cat(rows)
+            reads.append(read_NH[batch.within[index]])
+            passes.append(torch.full_like(batch.within[index], index))
+        return torch.cat(reads), torch.cat(passes), torch.cat(list(batch.within))
 
 
-class _Batch:
-    """Where the rows of packed documents are and what they read, by pass from 0.
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents, and by pass from 0 what they read.
 
-    The first pass has all rows of the documents, later ones the rows that count in the first: of those a document's
-    last ones run beyond its end, count no more, and read its last token.
+    The first pass has all rows of the documents, later ones ``counted_N`` of those, the ones that count in it. By pass
+    ``tokens`` and ``positions`` are those of its rows, ``within`` the counted rows that still count, and ``targets``
+    the states that teach them. ``branches`` attends for one run of the passes.
     """
 
-    def __init__(self, documents: Sequence[Document], passes: int, device: torch.device) -> None:
-        lengths, counts = [_length(document) for document in documents], [_rows(document) for document in documents]
-        firsts = [document.prompt_length - 1 for document in documents]
-        keys, queries = _starts(lengths), _starts(counts)
-        whole = list(zip(keys, lengths, strict=True))
-        self.trunk = [Span(key, length, key, 0) for key, length in whole]
-        self.rows = [Span(*place) for place in zip(queries, counts, keys, firsts, strict=True)]
-        tokens, positions, within = [], [], []
-        for index in range(passes):
-            starts = [0] * len(documents) if index == 0 else firsts
-            at = [np.arange(start, length) for start, length in zip(starts, lengths, strict=True)]
-            ahead = [np.minimum(rows + index + 1, length + 1) for rows, length in zip(at, lengths, strict=True)]
-            tokens.append([document.tokens[rows] for document, rows in zip(documents, ahead, strict=True)])
-            positions.append([rows + index for rows in at])
-            within.append(
-                [query + np.arange(max(count - index, 0)) for query, count in zip(queries, counts, strict=True)]
-            )
-        counted = [key + np.arange(first, length) for (key, length), first in zip(whole, firsts, strict=True)]
-        self.tokens, self.positions, self.within = (
-            [_index(parts, device) for parts in side] for side in (tokens, positions, within)
-        )
-        self.counted_N = _index(counted, device)
+    tokens: Sequence[Tensor]
+    positions: Sequence[Tensor]
+    within: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    counted_N: Tensor
+    branches: Attending
+
+
+def _pack(documents: Sequence[Document], passes: int, device: torch.device) -> Batch:
+    """The batch of whole documents, each with rows that count.
+
+    Of those the last ones run beyond the document's end in later passes, count no more, and read its last token.
+    """
+    lengths, counts = [_length(document) for document in documents], [_rows(document) for document in documents]
+    firsts = [document.prompt_length - 1 for document in documents]
+    keys, queries = _starts(lengths), _starts(counts)
+    whole = list(zip(keys, lengths, strict=True))
+    trunk = [Span(key, length, key, 0) for key, length in whole]
+    rows = [Span(*place) for place in zip(queries, counts, keys, firsts, strict=True)]
+    tokens, positions, within = [], [], []
+    for index in range(passes):
+        starts = [0] * len(documents) if index == 0 else firsts
+        at = [np.arange(start, length) for start, length in zip(starts, lengths, strict=True)]
+        ahead = [np.minimum(rows + index + 1, length + 1) for rows, length in zip(at, lengths, strict=True)]
+        tokens.append([document.tokens[rows] for document, rows in zip(documents, ahead, strict=True)])
+        positions.append([rows + index for rows in at])
+        within.append([query + np.arange(max(count - index, 0)) for query, count in zip(queries, counts, strict=True)])
+    counted = [key + np.arange(first, length) for (key, length), first in zip(whole, firsts, strict=True)]
+    tokens_DN, positions_DN, within_DN = (
+        [_index(parts, device) for parts in side] for side in (tokens, positions, within)
+    )
+    targets_DN = [row_N + index for index, row_N in enumerate(within_DN)]
+    branches = Branches(trunk, rows)
+    return Batch(tokens_DN, positions_DN, within_DN, targets_DN, _index(counted, device), branches)
 
 
 def _rows(document: Document) -> int:

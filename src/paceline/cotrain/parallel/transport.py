@@ -177,10 +177,15 @@ class _Simulated:
         into.copy_(came)
 
 
-def check_agreement(layout: Layout, transport: Transport, *others: int) -> None:
-    """Raise LayoutError on every rank of a group whose ranks lay out different documents, or differ in ``others``."""
+def check_agreement(
+    layout: Layout, transport: Transport, *others: int, device: torch.device | str | None = None
+) -> None:
+    """Raise LayoutError on every rank of a group whose ranks lay out different documents, or differ in ``others``.
+
+    These are of 64 bits; ``device`` is one that the group's tensors travel from.
+    """
     numbers = [layout.fingerprint, *others]
-    own = torch.tensor([number - (1 << 63) for number in numbers], dtype=torch.int64)
+    own = torch.tensor([number - (1 << 63) for number in numbers], dtype=torch.int64, device=device)
     came = [torch.empty_like(own) for _ in range(transport.world)]
     came[transport.rank] = own
     transport.exchange([own] * transport.world, came, "rows")
