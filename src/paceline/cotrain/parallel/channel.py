@@ -1,0 +1,182 @@
+"""Carries taps from the pipeline's stages to the drafter's, beside a schedule that knows nothing of it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.hooks import RemovableHandle
+
+from paceline.cotrain.parallel.links import Counters, Inlet, LocalLink, Outlet, Receiver, Sender
+from paceline.cotrain.parallel.slots import Order, ScheduleError, deadlocks, free_running, minimum
+from paceline.cotrain.parallel.stages import PolicyStage, stage_of
+
+#: Takes a micro-batch's number, the states (B, L, H) of the tapped layers by layer, and the last stage's output.
+Use = Callable[[int, Mapping[int, Tensor], Tensor], None]
+
+
+class TapChannel:
+    """The taps of ``layers`` at the last stage, one micro-batch after the other, each handed to ``use`` once.
+
+    A tap is detached where it is made, and lands in one of ``slots`` by source stage (None: as many as a schedule with
+    steps of equal times fills, see ``slots.free_running``), where it stays until ``use`` returns. All micro-batches
+    have states of ``shape`` (B, L, H) and ``dtype``. ``group`` holds the ranks of the pipeline in their order and is
+    the channel's alone: on the pipeline's own group its messages would be taken for activations, without an error.
+    The group needs tags, which NCCL has not. ScheduleError for slots with which ``order`` deadlocks.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        cuts: Sequence[range],
+        layers: Sequence[int],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        use: Use,
+        group: dist.ProcessGroup,
+        slots: Mapping[int, int] | None = None,
+    ) -> None:
+        if len(cuts) != order.stages:
+            raise ScheduleError(f"a policy cut into {len(cuts)} stages: the schedule has {order.stages}")
+        made: dict[int, list[int]] = {}
+        for layer in dict.fromkeys(layers):
+            made.setdefault(stage_of(layer, cuts), []).append(layer)
+        self.order = order
+        self.last = order.stages - 1
+        self.made = dict(sorted(made.items()))
+        sources = [stage for stage in self.made if stage != self.last]
+        self.slots = dict(slots) if slots is not None else free_running(order, sources)
+        if set(self.slots) != set(sources):
+            raise ScheduleError(f"tap slots for stages {sorted(self.slots)}: the taps are made by stages {sources}")
+        if min(self.slots.values(), default=1) < 1 or deadlocks(order, self.slots):
+            raise ScheduleError(f"tap slots {self.slots}: deadlock; set {minimum(order, sources)} at least")
+        self.counters = {source: Counters() for source in sources}
+        self._use = use
+        self._shape, self._dtype = tuple(shape), dtype
+        self._group = group
+        self._outlets: dict[int, Outlet] = {}
+        self._inlets: dict[int, Inlet] = {}
+        self._place = {
+            source: {step.microbatch: place for place, step in enumerate(order.forwards(source))} for source in sources
+        }
+        self._hooks: list[RemovableHandle] = []
+        self._kept: dict[int, Tensor] = {}
+        self._watched: int | None = None
+
+    def stage(self, module: PolicyStage, index: int, device: torch.device, group: dist.ProcessGroup) -> "TapStage":
+        """The pipeline's stage ``index`` on this rank, ``group`` being the pipeline's own."""
+        points = module.tap_points()
+        for layer in self.made.get(index, ()):
+            self._hooks.append(points[layer].register_forward_hook(self._keeper(index, layer), prepend=True))
+        for source in self.slots if index == self.last else self.slots.keys() & {index}:
+            self._connect(source, index, device)
+        return TapStage(self, module, index, self.order.stages, device, group)
+
+    def start(self, stage: int) -> None:
+        """Begin a step of ``stage``."""
+        if stage in self._outlets:
+            self._outlets[stage].start()
+        if stage == self.last:
+            for inlet in self._inlets.values():
+                inlet.start()
+
+    @contextmanager
+    def watching(self, stage: int) -> Iterator[None]:
+        """Within it the states that ``stage`` makes are taps; those of an inference of shapes are not."""
+        self._kept.clear()
+        self._watched = stage
+        try:
+            yield
+        finally:
+            self._watched = None
+
+    def forwarded(self, stage: int, microbatch: int, output: Tensor) -> None:
+        """Send what was kept of ``stage``; of the last, hand all taps of the micro-batch to ``use``."""
+        kept, self._kept = self._kept, {}
+        if stage in self.slots:
+            payload = torch.stack([kept[layer] for layer in self.made[stage]])
+            if payload.shape[1:] != self._shape or payload.dtype != self._dtype:
+                raise ScheduleError(
+                    f"micro-batch {microbatch}, stage {stage}: taps of {tuple(payload.shape[1:])} {payload.dtype} "
+                    f"and slots of {self._shape} {self._dtype}; pad every micro-batch to one shape"
+                )
+            self._outlets[stage].put(self._place[stage][microbatch], payload)
+        if stage == self.last:
+            for source, inlet in self._inlets.items():
+                states = inlet.take(self._place[source][microbatch])
+                kept |= dict(zip(self.made[source], states.unbind(), strict=True))
+            self._use(microbatch, kept, output)
+            for source, inlet in self._inlets.items():
+                inlet.release(self._place[source][microbatch])
+
+    def finish(self) -> None:
+        """Wait for what the last step has sent."""
+        for outlet in self._outlets.values():
+            outlet.finish()
+        for inlet in self._inlets.values():
+            inlet.finish()
+
+    def close(self) -> None:
+        """Wait for what is on its way, and take the hooks off the policy."""
+        self.finish()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _connect(self, source: int, index: int, device: torch.device) -> None:
+        """Make the end of ``source``'s way that the stage ``index`` needs."""
+        source_rank, drafter_rank = self.order.rank_of[source], self.order.rank_of[self.last]
+        puts, slots, counters = self.order.microbatches, self.slots[source], self.counters[source]
+        if index == source and source_rank != drafter_rank:
+            self._outlets[source] = Sender(source, puts, slots, drafter_rank, self._group, counters)
+            return
+        if source in self._inlets:
+            return
+        ring_N = torch.empty(slots, len(self.made[source]), *self._shape, dtype=self._dtype, device=device)
+        if source_rank == drafter_rank:
+            self._outlets[source] = self._inlets[source] = LocalLink(ring_N, counters)
+        else:
+            self._inlets[source] = Receiver(source, puts, ring_N, source_rank, self._group, counters)
+
+    def _keeper(self, stage: int, layer: int) -> Any:
+        def keep(_module: torch.nn.Module, _args: object, output: Any) -> None:
+            if self._watched == stage:
+                self._kept[layer] = (output[0] if isinstance(output, tuple) else output).detach()
+
+        return keep
+
+
+class TapStage(PipelineStage):
+    """A pipeline's stage whose forwards of micro-batches put and use taps; every schedule runs it as it is."""
+
+    def __init__(
+        self,
+        channel: TapChannel,
+        module: PolicyStage,
+        index: int,
+        stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(module, index, stages, device, group=group)
+        self._channel = channel
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step."""
+        super().clear_runtime_states()
+        self._channel.start(self.stage_index)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """The stage's forward of one micro-batch, and its taps."""
+        with self._channel.watching(self.stage_index):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        self._channel.forwarded(self.stage_index, fwd_chunk_id, output)
+        return output

@@ -1,0 +1,240 @@
+"""One step of a tiny policy through a pipeline, with and without a channel for taps, and what came of it."""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from transformers import AutoModelForCausalLM
+
+from paceline.cotrain.parallel import links
+from paceline.cotrain.parallel.channel import TapChannel
+from paceline.cotrain.parallel.slots import SCHEDULES, minimum, order_of
+from paceline.cotrain.parallel.stages import EMBEDDINGS, PolicyStage, split
+from paceline.forward.taps import FINAL
+from tiny_policies import VOCABULARY, tiny_config
+
+CPU = torch.device("cpu")
+WORLD, LAYERS, MICROBATCHES, LENGTH = 2, 4, 4, 6
+TAPPED = (EMBEDDINGS, 0, 1, 2, FINAL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of ``schedule``; ``slots`` are those of the channel (absent: none), by what they are."""
+
+    schedule: str
+    slots: str = "absent"
+    ranks: int = WORLD
+
+    @property
+    def steps(self):
+        return 2 if self.slots == "recommended" else 1
+
+    @property
+    def order(self):
+        is_single = self.schedule in ("GPipe", "1F1B")
+        return order_of(self.schedule, self.ranks, self.ranks if is_single else LAYERS, MICROBATCHES)
+
+
+CASES = {
+    f"{schedule}-{slots}": Case(schedule, slots)
+    for schedule in SCHEDULES
+    for slots in ("absent", "minimum", "recommended")
+}
+
+
+def policy():
+    """A policy of four layers whose weights are always the same."""
+    config = tiny_config("llama")
+    config.num_hidden_layers = LAYERS
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+def batch():
+    """Tokens, targets, and the positions and mask of two packed documents, of all micro-batches (one row each)."""
+    draw = torch.Generator().manual_seed(3)
+    tokens_BL = torch.randint(VOCABULARY, (MICROBATCHES, LENGTH), generator=draw)
+    targets_BL = torch.randint(VOCABULARY, (MICROBATCHES, LENGTH), generator=draw)
+    document_L = torch.tensor([0, 0, 1, 1, 1, 1])
+    positions_BL = torch.tensor([0, 1, 0, 1, 2, 3]).repeat(MICROBATCHES, 1)
+    seen_LL = (document_L[:, None] == document_L) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    packing = {"position_ids": positions_BL, "attention_mask": seen_LL.repeat(MICROBATCHES, 1, 1, 1)}
+    return tokens_BL, targets_BL, packing
+
+
+def loss_of(logits_BLV, targets_BL):
+    """A sum over the tokens by the count of all micro-batches: nothing is left for the schedule to scale."""
+    return torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / 24
+
+
+def alone(order):
+    """Losses, gradients and taps of one process that sums the micro-batches in the order of each stage's backwards."""
+    whole = policy()
+    tokens_BL, targets_BL, packing = batch()
+    tensors, gradients_M = {}, []
+    for m in range(MICROBATCHES):
+        whole.zero_grad()
+        kwargs = {name: value[m : m + 1] for name, value in packing.items()}
+        out = whole(input_ids=tokens_BL[m : m + 1], use_cache=False, output_hidden_states=True, **kwargs)
+        loss = loss_of(out.logits, targets_BL[m : m + 1])
+        loss.backward()
+        tensors[f"loss.{m}"] = loss.detach()
+        tensors |= {
+            f"tap.{m}.{layer}": states.detach() for layer, states in zip(TAPPED, out.hidden_states, strict=True)
+        }
+        gradients_M.append({name: p.grad.clone() for name, p in whole.named_parameters()})
+    names = {id(p): name for name, p in whole.named_parameters()}
+    for stage, layers in enumerate(split(LAYERS, order.stages)):
+        turns = [s.microbatch for rank in order.steps_R for s in rank if s.stage == stage and s.kind in "BW"]
+        for parameter in PolicyStage(whole, layers).parameters():
+            name = names[id(parameter)]
+            total = gradients_M[turns[0]][name].clone()
+            for m in turns[1:]:
+                total += gradients_M[m][name]
+            tensors[f"gradient.{name}"] = total
+    return tensors
+
+
+def build(case, channel_of, group):
+    """The schedule of this rank, its policy, and its channel: ``channel_of`` makes it from the order, cuts and use."""
+    whole, order, taps = policy(), case.order, {}
+    cuts = split(LAYERS, order.stages)
+
+    def use(microbatch, states, logits):
+        weight_S = torch.ones(16 * len(states), dtype=torch.float64, requires_grad=True)
+        taps.update({f"tap.{microbatch}.{layer}": states[layer].clone() for layer in states})
+        assert logits.shape == (1, LENGTH, VOCABULARY)
+        # A drafter learns here, of every tap, within the policy's own forward.
+        drafted = torch.cat([states[layer] for layer in sorted(states)], dim=-1) @ weight_S
+        (drafted - logits.detach().mean(-1)).square().sum().backward()
+
+    channel = channel_of(order, cuts, use) if channel_of else None
+    stages = []
+    for index in (stage for stage, rank in order.rank_of.items() if rank == dist.get_rank(group)):
+        module = PolicyStage(whole, cuts[index])
+        if channel is None:
+            stages.append(PipelineStage(module, index, order.stages, CPU, group=group))
+        else:
+            stages.append(channel.stage(module, index, CPU, group))
+    kind = get_schedule_class(case.schedule)
+    is_single = issubclass(kind, PipelineScheduleSingle)
+    schedule = kind(stages[0] if is_single else stages, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    return schedule, whole, channel, taps
+
+
+def step(schedule):
+    """Losses of one step on this rank, which are some where the last stage is."""
+    tokens_BL, targets_BL, packing = batch()
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    losses = []
+    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    schedule.step(*((tokens_BL,) if first else ()), target=targets_BL if last else None, losses=losses, **packing)
+    return {f"loss.{m}": loss.detach() for m, loss in enumerate(losses)}
+
+
+def played(case, group, own):
+    """What this rank makes of a case: losses, taps and gradients, and the counters; of the last of ``case.steps``."""
+
+    def channel_of(order, cuts, use):
+        sources = sorted({0, *range(order.stages - 1)})
+        slots = minimum(order, sources) if case.slots == "minimum" else None
+        return TapChannel(order, cuts, TAPPED, (1, LENGTH, 16), torch.float64, use, own, slots)
+
+    schedule, whole, channel, taps = build(case, None if case.slots == "absent" else channel_of, group)
+    for _ in range(case.steps):
+        whole.zero_grad()
+        taps.clear()
+        tensors = step(schedule) | taps
+    tensors |= {f"gradient.{name}": p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    if channel is not None:
+        channel.close()
+        counters = channel.counters.items()
+        tensors |= {f"puts.{s}": torch.tensor([c.puts, c.put_bytes, c.stalls]) for s, c in counters}
+    return tensors
+
+
+class Crossed(TapChannel):
+    """A channel that can be told to carry nothing, so that shapes are inferred before its messages are about."""
+
+    is_live = False
+
+    def start(self, stage):
+        if self.is_live:
+            super().start(stage)
+
+    def forwarded(self, stage, microbatch, output):
+        if self.is_live:
+            super().forwarded(stage, microbatch, output)
+
+
+def crossed(group, own, has_tags):
+    """Losses and taps of a channel on ``own``, with tags of its own or with the pipeline's."""
+
+    def channel_of(order, cuts, use):
+        return Crossed(order, cuts, [0], (1, LENGTH, 16), torch.float64, use, own, {0: MICROBATCHES})
+
+    schedule, _, channel, taps = build(Case("GPipe"), channel_of, group)
+    step(schedule)
+    channel.is_live = True
+    tag_of = links._Tagged._payload_tag
+    links._Tagged._payload_tag = tag_of if has_tags else lambda _self, _place: 0
+    try:
+        tensors = step(schedule) | taps
+        channel.close()
+    finally:
+        links._Tagged._payload_tag = tag_of
+    return tensors
+
+
+def starved(group, short, own):
+    """What a step on ``short`` says that has one slot fewer than the minimum, the refusal being passed by."""
+
+    def channel_of(order, cuts, use):
+        channel = Crossed(order, cuts, [0], (1, LENGTH, 16), torch.float64, use, own, {0: 2})
+        channel.slots = {0: 1}
+        return channel
+
+    schedule, _, channel, _ = build(Case("Interleaved1F1B"), channel_of, group)
+    step(schedule)
+    channel.is_live = True
+    for stage in schedule._stages:
+        stage.group = short
+    try:
+        step(schedule)
+    except RuntimeError as error:
+        return f"{channel.counters[0].puts} puts, {type(error).__name__}: {error}"
+    return "it ran"
+
+
+def rank_main(rank, root):
+    """A rank plays every case and leaves what it got under ``root``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=WORLD)
+    group, own = dist.new_group(), dist.new_group()
+    for name, case in CASES.items():
+        save(root, name, rank, played(case, group, own))
+    save(root, "apart", rank, crossed(group, own, has_tags=True))
+    save(root, "crossed", rank, crossed(group, group, has_tags=False))
+    dist.barrier()
+    short = [dist.new_group(timeout=timedelta(seconds=3)) for _ in range(2)]
+    Path(root, f"starved-{rank}.txt").write_text(starved(group, *short))
+
+
+def save(root, name, rank, tensors):
+    save_file({key: value.clone() for key, value in tensors.items()}, Path(root, f"{name}-{rank}.safetensors"))
+
+
+def on_one_rank(case):
+    """``played`` by a single rank that has all stages."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return played(replace(case, ranks=1), dist.group.WORLD, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
