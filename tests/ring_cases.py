@@ -12,9 +12,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from paceline.cotrain.branch import Branches, Span
+from paceline.cotrain.losses import Teacher
 from paceline.cotrain.parallel.layout import Layout, LayoutError
 from paceline.cotrain.parallel.ring import RingBranches, RingPlan
 from paceline.cotrain.parallel.transport import GroupTransport, check_agreement
+from paceline.cotrain.parallel.ttt import ContextTest, Shard, sum_gradients
+from paceline.cotrain.ttt import TrainingTimeTest
+from taught import KEYS, documents_of, trained
+from tiny_models import tiny
 
 SCALE = 0.3
 
@@ -171,6 +176,24 @@ def distance(found, wanted):
     )
 
 
+def play_head(head, documents, transport, denominator=None):
+    """One rank's part of a head's training-time test: its loss and sums, and the summed gradients."""
+    inner = TrainingTimeTest(head, Teacher.of(head.policy), **KEYS)
+    shard = Shard.of(documents, transport.world, transport.rank)
+    denominator = denominator or inner.count(documents)
+    loss, sums = ContextTest(inner, transport).loss(shard, denominator=denominator)
+    loss.backward()
+    sum_gradients(head, transport)
+    return loss.item(), sums, {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+
+
+def head_case():
+    """A policy, a head and documents, the same wherever they are made."""
+    policy = tiny("llama").requires_grad_(False)
+    head, objective = trained(policy, vocabulary=17)
+    return head, objective, documents_of(policy, head.taps)
+
+
 def rank_main(rank, world, folder):
     """A process that plays every case, and leaves what it found and sent."""
     torch.set_num_threads(1)
@@ -184,6 +207,9 @@ def rank_main(rank, world, folder):
             for key, tensor in (found | sent(transport)).items()
         }
         save_file(tensors, folder / f"{name}-{rank}.safetensors")
+    head, _, documents = head_case()
+    loss, _, grads = play_head(head, documents, GroupTransport())
+    save_file(grads | {"loss": torch.tensor([loss], dtype=torch.float64)}, folder / f"head-{rank}.safetensors")
     own = torch.full((2,), 1.0 + rank)
     transport.total(own)
     save_file({"total": own}, folder / f"total-{rank}.safetensors")

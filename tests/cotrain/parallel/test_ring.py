@@ -8,12 +8,27 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ring_cases
+from live_bytes import LiveBytes
 from paceline.cotrain.kernels import attend, attend_backward
 from paceline.cotrain.parallel import tiles
-from paceline.cotrain.parallel.layout import Piece
-from paceline.cotrain.parallel.ring import RingPlan
+from paceline.cotrain.parallel.layout import Layout, Piece
+from paceline.cotrain.parallel.ring import RingBranches, RingPlan
 from paceline.cotrain.parallel.transport import simulate
-from ring_cases import GRID, Case, distance, play_alone, play_dense, play_ring, rank_main, sent, to_send, together
+from ring_cases import (
+    GRID,
+    SCALE,
+    Case,
+    distance,
+    head_case,
+    play_alone,
+    play_dense,
+    play_ring,
+    rank_main,
+    sent,
+    to_send,
+    together,
+)
+from taught import gradients
 
 PROCESSES = 2
 
@@ -67,6 +82,30 @@ def test_what_is_sent_is_the_closed_form(name, world):
         torch.testing.assert_close(traffic, to_send(GRID[name], world), rtol=0, atol=0)
 
 
+def peak_bytes(world, length=1024, heads=2, size=16):
+    """The most bytes that a rank holds beside its own queries, keys and values, forward and backward."""
+    layout = Layout([length], world)
+
+    def play(transport):
+        rank = transport.rank
+        rows = len(layout.rows(rank))
+        sides = [torch.randn((rows, heads, size), requires_grad=True) for _ in range(3)]
+        branches = RingBranches([RingPlan(layout.pieces[rank], layout.pieces, layout.capacity)], transport)
+        with LiveBytes() as live:
+            branches.attend(0, *sides, SCALE).sum().backward()
+        return live.peak
+
+    return max(simulate(world, play))
+
+
+def test_the_peak_of_a_rank_halves_as_their_number_doubles():
+    peaks = {world: peak_bytes(world) for world in (2, 4, 8, 16)}
+    for world in (2, 4, 8):
+        assert peaks[2 * world] < 0.51 * peaks[world]
+    trunk = 2 * 1024 * 2 * 16 * 4
+    assert peaks[16] < trunk, "less than the trunk that a rank would gather"
+
+
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ring")
@@ -81,6 +120,17 @@ def test_two_processes_find_and_send_what_simulated_ranks_do(processes, name):
     for part in parts:
         for key, wanted in to_send(GRID[name], PROCESSES).items():
             assert part[key].tolist() == wanted.tolist()
+
+
+def test_two_processes_train_a_head_as_one_does(processes):
+    head, objective, documents = head_case()
+    loss, _ = objective.loss(documents, denominator=objective.count(documents))
+    wanted = gradients(head, loss)
+    parts = [load_file(processes / f"head-{rank}.safetensors") for rank in range(PROCESSES)]
+    assert abs(sum(part.pop("loss").item() for part in parts) - loss.item()) < 1e-12
+    for part in parts:
+        assert part.keys() == wanted.keys()
+        assert max(float((part[name] - grad).abs().max()) for name, grad in wanted.items()) < 1e-12
 
 
 def test_processes_sum_and_refuse_ranks_with_other_documents(processes):

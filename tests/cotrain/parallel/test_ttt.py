@@ -7,8 +7,9 @@ from paceline.cotrain.losses import Teacher
 from paceline.cotrain.parallel import ttt
 from paceline.cotrain.parallel.layout import LayoutError
 from paceline.cotrain.parallel.transport import simulate
-from paceline.cotrain.parallel.ttt import ContextTest, Shard, sum_gradients
+from paceline.cotrain.parallel.ttt import ContextTest, Shard
 from paceline.cotrain.ttt import TrainingTimeTest
+from ring_cases import play_head
 from taught import KEYS, dense_of, documents_of, gradients, trained
 from tiny_models import tiny
 
@@ -22,16 +23,7 @@ def played(policy, documents, world, kind="eagle3", denominator=None, **keys):
     """The ranks' summed loss and sums, and the gradients of each."""
     heads = [trained(policy, kind, **keys)[0] for _ in range(world)]
 
-    def play(transport):
-        head = heads[transport.rank]
-        inner = TrainingTimeTest(head, Teacher.of(policy), **KEYS)
-        shard = Shard.of(documents, world, transport.rank)
-        loss, sums = ContextTest(inner, transport).loss(shard, denominator=denominator or inner.count(documents))
-        loss.backward()
-        sum_gradients(head, transport)
-        return loss.item(), sums, {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
-
-    parts = simulate(world, play)
+    parts = simulate(world, lambda each: play_head(heads[each.rank], documents, each, denominator))
     names = {name for _, sums, _ in parts for name in sums}
     totals = {name: sum(sums.get(name, 0.0) for _, sums, _ in parts) for name in names}
     return sum(loss for loss, _, _ in parts), totals, [grads for _, _, grads in parts]

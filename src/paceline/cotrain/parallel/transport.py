@@ -17,6 +17,7 @@ from paceline.schema import PacelineError
 #: What travels. Each kind has a tag of its own, for two may be under way between the same ranks.
 Kind = Literal["keys", "gradients", "rows"]
 _KINDS: tuple[Kind, ...] = ("keys", "gradients", "rows")
+_RECEIPT = "receipt of "
 
 T = TypeVar("T")
 
@@ -104,11 +105,12 @@ def simulate(world: int, play: Callable[[Transport], T], seconds: float = 60.0) 
 
     Raises what a rank raises, and RankLostError where one waits for another longer than ``seconds``.
     """
-    posts: dict[tuple[int, int, str], SimpleQueue[Tensor | None]] = {
-        (source, target, kind): SimpleQueue()
+    posts: dict[tuple[int, int, str], SimpleQueue[Tensor | bool | None]] = {
+        (source, target, what + kind): SimpleQueue()
         for source in range(world)
         for target in range(world)
         for kind in (*_KINDS, "sums")
+        for what in ("", _RECEIPT)
     }
 
     def one(rank: int) -> T:
@@ -129,52 +131,71 @@ def simulate(world: int, play: Callable[[Transport], T], seconds: float = 60.0) 
 
 
 class _Simulated:
-    """A thread that plays a rank: a message is a copy in the queue of its sender, its target and its kind."""
+    """A thread that plays a rank.
+
+    A message waits in the queue of its sender, its target and its kind until the target copies it, and as with a real
+    one the sender waits for that: no rank runs ahead, and none has more under way than it has buffers for.
+    """
 
     def __init__(self, rank: int, world: int, posts: dict[Any, Any], seconds: float) -> None:
         self.rank, self.world, self.traffic = rank, world, Traffic()
         self._posts, self._seconds = posts, seconds
 
     def pass_on(self, sent: Tensor, into: Tensor, kind: Kind) -> Callable[[], None]:
+        following, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
         self.traffic.add(kind, sent)
-        self._post((self.rank + 1) % self.world, kind, sent)
-        return lambda: self._take((self.rank - 1) % self.world, kind, into)
+        self._post(following, kind, sent)
+
+        def wait() -> None:
+            self._take(before, kind, into)
+            self._get(following, _RECEIPT + kind)
+
+        return wait
 
     def exchange(self, sent: Sequence[Tensor], into: Sequence[Tensor], kind: Kind) -> None:
         others = [rank for rank in range(self.world) if rank != self.rank]
-        for rank in others:
-            if sent[rank].numel():
-                self.traffic.add(kind, sent[rank])
-                self._post(rank, kind, sent[rank])
+        targets = [rank for rank in others if sent[rank].numel()]
+        for rank in targets:
+            self.traffic.add(kind, sent[rank])
+            self._post(rank, kind, sent[rank])
         for rank in others:
             if into[rank].numel():
                 self._take(rank, kind, into[rank])
+        for rank in targets:
+            self._get(rank, _RECEIPT + kind)
 
     def total(self, tensor: Tensor) -> None:
+        own, share = tensor.detach().clone(), torch.empty_like(tensor)
         for rank in range(self.world):
-            self._post(rank, "sums", tensor)
+            self._post(rank, "sums", own)
         tensor.zero_()
-        share = torch.empty_like(tensor)
         for rank in range(self.world):
             self._take(rank, "sums", share)
             tensor += share
+        for rank in range(self.world):
+            self._get(rank, _RECEIPT + "sums")
 
     def _post(self, target: int, kind: str, tensor: Tensor) -> None:
-        self._posts[self.rank, target, kind].put(tensor.detach().clone())
+        self._posts[self.rank, target, kind].put(tensor.detach())
 
     def _take(self, source: int, kind: str, into: Tensor) -> None:
-        try:
-            came = self._posts[source, self.rank, kind].get(timeout=self._seconds)
-        except Empty:
-            came = None
-        if came is None:
-            raise RankLostError(f"context rank {self.rank}: {kind} of rank {source} never came; see that rank's error")
+        came = self._get(source, kind)
         if (came.shape, came.dtype) != (into.shape, into.dtype):
             raise RankLostError(
                 f"context rank {self.rank}: rank {source} sent {kind} {came.dtype} {tuple(came.shape)} for "
                 f"{into.dtype} {tuple(into.shape)}; give all ranks the same documents and model"
             )
         into.copy_(came)
+        self._posts[self.rank, source, _RECEIPT + kind].put(True)
+
+    def _get(self, source: int, kind: str) -> Any:
+        try:
+            came = self._posts[source, self.rank, kind].get(timeout=self._seconds)
+        except Empty:
+            came = None
+        if came is None:
+            raise RankLostError(f"context rank {self.rank}: {kind} of rank {source} never came; see that rank's error")
+        return came
 
 
 def check_agreement(
