@@ -99,6 +99,7 @@ def soak(config, requests, publish_every=400, look_seconds=1.0):
                 fleet.publish(Weights(version, policy.refit_tensors()))
             if time.monotonic() - looked >= look_seconds and fleet.workers_up == config.cluster.rollout_workers:
                 looked = time.monotonic()
+                fleet.spans()  # as a run does after every step
                 pids = pids or {"driver": os.getpid()} | worker_pids(fleet)
                 samples.append(_look(fleet, pids, done, looked - started))
         history = fleet._desk.ask(lambda: fleet._history.nbytes) if fleet._history else 0
