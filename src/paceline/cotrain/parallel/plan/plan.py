@@ -1,6 +1,6 @@
 """The plan: every possible layout with what its fullest rank holds and its busiest sends, those that fit first."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -66,7 +66,8 @@ def make_plan(
     """Plan ``job``; ``axes`` are the layout's numbers that are given, by the names of ``layouts.AXES``.
 
     Layouts that fit come first, the least time of arithmetic and sending before others (``timing``); where none fits,
-    the least memory. Raises PacelineError where no layout has such axes.
+    the least memory. Of layouts that differ in their experts' ranks alone the first is shown. Raises PacelineError
+    where no layout has such axes.
     """
     if not memory_gib > 0:
         raise PacelineError(f"--memory-gib {memory_gib}: a GPU's memory is above 0")
@@ -76,10 +77,10 @@ def make_plan(
     fitting = [layout for (total, _, _), layout in held if total <= limit]
     if fitting:
         timed = sorted(((step_seconds(job, layout, hardware), layout) for layout in fitting), key=lambda pair: pair[0])
-        shown = timed[:_SHOWN]
+        shown = _first_of_each(timed)
     else:
-        least = sorted(held, key=lambda pair: pair[0][0])[:_SHOWN]
-        shown = [(step_seconds(job, layout, hardware), layout) for _, layout in least]
+        least = sorted(((total, layout) for (total, _, _), layout in held), key=lambda pair: pair[0])
+        shown = [(step_seconds(job, layout, hardware), layout) for _, layout in _first_of_each(least)]
     shape, b = job.shape, job.width
     return PlanResult(
         version=version("paceline"),
@@ -94,6 +95,14 @@ def make_plan(
         fitting=len(fitting),
         layouts=[_layout_plan(job, layout, limit, seconds / shown[0][0]) for seconds, layout in shown],
     )
+
+
+def _first_of_each(ordered: Sequence[tuple[float, Layout]]) -> list[tuple[float, Layout]]:
+    """The first few, of those that differ in their experts' ranks alone the first one."""
+    seen: dict[tuple[int, ...], tuple[float, Layout]] = {}
+    for value, layout in ordered:
+        seen.setdefault((layout.data, layout.context, layout.tensor, layout.pipeline), (value, layout))
+    return list(seen.values())[:_SHOWN]
 
 
 def fullest(job: Job, layout: Layout) -> tuple[int, int, dict[str, int]]:

@@ -37,21 +37,22 @@ def states_sent(job: Job, layout: Layout) -> dict[int, int]:
 def recommended_slots(job: Job, layout: Layout) -> dict[int, tuple[int, int]]:
     """(slots, states in each) of the stages that send."""
     sent = states_sent(job, layout)
-    slots = _slots(layout.pipeline, _enough(job, layout), tuple(sent))[1]
+    slots = _recommended(layout.pipeline, _enough(job, layout), tuple(sent))
     return {stage: (slots[stage], states) for stage, states in sent.items()}
 
 
 def tap_slots(job: Job, layout: Layout) -> TapSlots:
     """From the schedule's own list of actions, by simulation."""
     sources = tuple(states_sent(job, layout))
-    fewest, recommended = _slots(layout.pipeline, _enough(job, layout), sources)
+    enough = (layout.pipeline, _enough(job, layout), sources)
     if not sources:
         return TapSlots(minimum={}, recommended={}, stalls_at_minimum=0, longer_at_minimum=0.0)
     order = order_of(SCHEDULE, layout.pipeline, layout.pipeline, max(microbatches(job, layout), layout.pipeline))
+    fewest = minimum(order_of(SCHEDULE, layout.pipeline, *enough[:2]), sources)
     stalled, free_s = simulate(order, fewest), simulate(order, {}).total_s
     return TapSlots(
         minimum=fewest,
-        recommended=recommended,
+        recommended=_recommended(*enough),
         stalls_at_minimum=sum(stalled.stalls.values()),
         longer_at_minimum=stalled.total_s / free_s - 1,
     )
@@ -63,8 +64,5 @@ def _enough(job: Job, layout: Layout) -> int:
 
 
 @cache
-def _slots(stages: int, count: int, sources: tuple[int, ...]) -> tuple[dict[int, int], dict[int, int]]:
-    if not sources:
-        return {}, {}
-    order = order_of(SCHEDULE, stages, stages, count)
-    return minimum(order, sources), free_running(order, sources)
+def _recommended(stages: int, count: int, sources: tuple[int, ...]) -> dict[int, int]:
+    return free_running(order_of(SCHEDULE, stages, stages, count), sources) if sources else {}

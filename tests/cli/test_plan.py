@@ -1,0 +1,72 @@
+"""``paceline plan`` shows what fits and what does not, writes both as JSON and a picture, and tells bad input."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from paceline.cli import app
+
+
+def plan(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+def test_the_plan_of_a_large_mixture_names_layouts_that_fit(tmp_path: Path) -> None:
+    done = plan("--model", "Qwen3-235B-A22B", "--pipeline", 4, "--json", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.output
+    assert "qwen3-235b-a22b: 235.09 B parameters, 22.19 B active; eagle3 drafter: 0.93 B, 3 passes" in done.output
+    assert "0.5 GiB of trunk keys and values a layer; the teacher's logits, never whole, would take 74.2" in done.output
+    result = json.loads((tmp_path / "plan.json").read_text())
+    first = result["layouts"][0]
+    assert f"{result['fitting']} of {result['possible']} layouts fit 72.0 GiB a rank" in done.output
+    assert first["layout"]["pipeline"] == 4
+    assert first["slots"]["recommended"] == {"0": 3, "1": 2}
+    assert "0: 3 (1), 1: 2 (1)" in done.output
+    for kind, count in (first["memory"] | first["sent"]).items():
+        shown = re.search(rf"^{kind} +([\d.]+)$", done.output, re.MULTILINE)
+        assert (shown and shown[1]) == (f"{count / 2**30:.2f}" if count else None)
+
+
+def test_a_model_too_large_is_told_how_much_it_lacks_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.svg"
+    done = plan("--model", "llama-3.1-70b", "--gpus", 8, "--batch", 8, "--drafter", "dflash", "--out", picture)
+    assert done.exit_code == 0, done.output
+    assert "layouts fits 72.0 GiB a rank; the smallest lacks " in done.output
+    assert "dflash drafter" in done.output
+    drawn = picture.read_text()
+    assert "drafter activations" in drawn
+    assert "d1 c8 t1 p1 e1" in drawn
+    assert "tensor" not in drawn
+
+
+def test_a_configuration_of_ones_own_is_planned_for(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 96, **sizes}))
+    done = plan("--model", tmp_path, "--context", 4096, "--gpus", 2, "--no-checkpoint", "--passes", 2)
+    assert done.exit_code == 0, done.output
+    assert "2 passes; 64 sequences of 4096 tokens a step on 2 GPUs, layers not checkpointed" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "qwen3-9b"], "error: --model qwen3-9b: no such config.json, and no preset; did you mean qwen3-"),
+        (
+            ["--model", "qwen3-8b", "--gpus", 8, "--tensor", 3],
+            "error: no layout of 8 GPUs is possible, for one: ",
+        ),
+        (["--model", "qwen3-8b", "--memory-gib", -1], "error: --memory-gib -1.0: a GPU's memory is above 0\n"),
+        (["--model", "qwen3-8b", "--out", "nowhere/x.png"], "error: --out nowhere/x.png: cannot be written: "),
+        (["--model", "qwen3-8b", "--json", "nowhere/x.json"], "error: --json nowhere/x.json: cannot be written: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[object], message: str) -> None:
+    done = plan(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
