@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from paceline.cotrain.parallel import links
 from paceline.cotrain.parallel.channel import TapChannel
 from paceline.cotrain.parallel.slots import SCHEDULES, minimum, order_of
-from paceline.cotrain.parallel.stages import EMBEDDINGS, PolicyStage, split
+from paceline.cotrain.parallel.stages import EMBEDDINGS, PolicyStage, join_tied, split
 from paceline.forward.taps import FINAL
 from tiny_policies import VOCABULARY, tiny_config
 
@@ -30,6 +30,7 @@ class Case:
     schedule: str
     slots: str = "absent"
     ranks: int = WORLD
+    model: str = "llama"
 
     @property
     def steps(self):
@@ -48,9 +49,12 @@ CASES = {
 }
 
 
-def policy():
+TIED = {f"{schedule}-tied": Case(schedule, "minimum", model="llama-tied") for schedule in ("1F1B", "ZBVZeroBubble")}
+
+
+def policy(model="llama"):
     """A policy of four layers whose weights are always the same."""
-    config = tiny_config("llama")
+    config = tiny_config(model)
     config.num_hidden_layers = LAYERS
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -74,9 +78,9 @@ def loss_of(logits_BLV, targets_BL):
     return torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / 24
 
 
-def alone(order):
+def alone(order, model="llama"):
     """Losses, gradients and taps of one process that sums the micro-batches in the order of each stage's backwards."""
-    whole = policy()
+    whole = policy(model)
     tokens_BL, targets_BL, packing = batch()
     tensors, gradients_M = {}, []
     for m in range(MICROBATCHES):
@@ -104,7 +108,7 @@ def alone(order):
 
 def build(case, channel_of, group):
     """The schedule of this rank, its policy, and its channel: ``channel_of`` makes it from the order, cuts and use."""
-    whole, order, taps = policy(), case.order, {}
+    whole, order, taps = policy(case.model), case.order, {}
     cuts = split(LAYERS, order.stages)
 
     def use(microbatch, states, logits):
@@ -152,6 +156,10 @@ def played(case, group, own):
         whole.zero_grad()
         taps.clear()
         tensors = step(schedule) | taps
+    embedding_VH = whole.get_input_embeddings().weight
+    if case in TIED.values() and embedding_VH.grad is not None:
+        tensors["own"] = embedding_VH.grad.clone()
+    join_tied(whole, case.order, own)
     tensors |= {f"gradient.{name}": p.grad for name, p in whole.named_parameters() if p.grad is not None}
     if channel is not None:
         channel.close()
@@ -218,7 +226,7 @@ def rank_main(rank, root):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=WORLD)
     group, own = dist.new_group(), dist.new_group()
-    for name, case in CASES.items():
+    for name, case in (CASES | TIED).items():
         save(root, name, rank, played(case, group, own))
     save(root, "apart", rank, crossed(group, own, has_tags=True))
     save(root, "crossed", rank, crossed(group, group, has_tags=False))

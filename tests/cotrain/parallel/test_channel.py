@@ -12,7 +12,7 @@ from paceline.cotrain.parallel.channel import TapChannel
 from paceline.cotrain.parallel.links import Counters, LocalLink, Sender
 from paceline.cotrain.parallel.slots import SCHEDULES, ScheduleError, order_of
 from paceline.cotrain.parallel.stages import split
-from pipelined import CASES, LENGTH, MICROBATCHES, TAPPED, WORLD, Case, alone, build, on_one_rank, rank_main, step
+from pipelined import CASES, LENGTH, MICROBATCHES, TAPPED, TIED, WORLD, Case, alone, build, on_one_rank, rank_main, step
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,20 @@ def test_losses_gradients_and_taps_are_those_of_one_process_bit_for_bit(root, na
     if CASES[name].slots == "absent":
         expected = {key: value for key, value in expected.items() if not key.startswith("tap")}
     assert_same_bits(of_ranks(root, name), expected)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_embeddings_have_the_gradient_of_one_process_on_every_rank_that_holds_them(root, name):
+    order = TIED[name].order
+    expected = alone(order, "llama-tied")["gradient.model.embed_tokens.weight"]
+    ends = {order.rank_of[0], order.rank_of[order.stages - 1]}
+    assert len(ends) == (1 if name.startswith("ZBV") else 2)
+    for rank in ends:
+        tensors = load_file(root / f"{name}-{rank}.safetensors")
+        gradient_VH = tensors["gradient.model.embed_tokens.weight"]
+        torch.testing.assert_close(gradient_VH, expected, rtol=1e-13, atol=1e-15)
+        # On two ranks, each has made only a part of it.
+        assert torch.allclose(tensors["own"], expected, rtol=1e-3) == (len(ends) == 1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

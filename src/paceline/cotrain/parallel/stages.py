@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.cotrain.parallel.slots import Order
 from paceline.forward.pretrained import ModelError
 from paceline.forward.taps import FINAL
 
@@ -87,3 +90,25 @@ def stage_of(layer: int, cuts: Sequence[range]) -> int:
         if layer in layers:
             return stage
     raise ModelError(f"a tap on layer {layer}: the policy has {cuts[-1].stop} layers, counted from 0")
+
+
+def join_tied(policy: PreTrainedModel, order: Order, group: dist.ProcessGroup) -> None:
+    """Give both copies of tied embeddings the gradient of the whole policy, after a step: all ranks of ``group`` call.
+
+    The first stage's copy has the gradient of the embeddings, and the last stage's that of the output matrix. They are
+    one tensor where both stages are on one rank, and in a policy that ties nothing there is nothing to join.
+    """
+    weight: Any = policy.get_input_embeddings().weight
+    head: Any = policy.get_output_embeddings()
+    is_tied = head.weight is weight
+    ends = {order.rank_of[0], order.rank_of[order.stages - 1]}
+    rank = dist.get_rank(group)
+    if not is_tied or len(ends) == 1 or rank not in ends:
+        return
+    peer = dist.get_global_rank(group, *(ends - {rank}))
+    theirs_VH = torch.empty_like(weight.grad)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, weight.grad, peer, group), dist.P2POp(dist.irecv, theirs_VH, peer, group)]
+    ):
+        work.wait()
+    weight.grad.add_(theirs_VH)
