@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.cotrain.losses import Teacher
 from paceline.cotrain.parallel import ttt
@@ -61,6 +63,22 @@ def test_ranks_together_are_one_process(policy, world, kind, keys, bar):
     for each in own_grads:
         assert furthest(each, grads) < bar
         assert all(torch.equal(each[name], grad) for name, grad in own_grads[0].items())
+
+
+SHAPES = st.integers(3, 24).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length - 2)))
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.lists(SHAPES, min_size=1, max_size=4), st.sampled_from([2, 3, 4]))
+def test_ranks_of_any_packed_documents_are_one_process(shapes, world):
+    policy = tiny("llama").requires_grad_(False)
+    head, _ = trained(policy)
+    documents = documents_of(policy, head.taps, shapes)
+    loss, sums, grads = alone(policy, documents)
+    own, own_sums, own_grads = played(policy, documents, world)
+    assert abs(own - loss) < 1e-12
+    assert own_sums == pytest.approx(sums, abs=1e-11)
+    assert all(furthest(each, grads) < 1e-12 for each in own_grads)
 
 
 def test_ranks_together_are_the_dense_definition(policy):
