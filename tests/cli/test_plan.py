@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
+
 
 def plan(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "160"})
@@ -50,6 +52,12 @@ def test_a_configuration_of_ones_own_is_planned_for(tmp_path: Path) -> None:
     done = plan("--model", tmp_path, "--context", 4096, "--gpus", 2, "--no-checkpoint", "--passes", 2)
     assert done.exit_code == 0, done.output
     assert "2 passes; 64 sequences of 4096 tokens a step on 2 GPUs, layers not checkpointed" in done.output
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    command, shown = re.search(r"^```\n\$ paceline plan (.*)\n((?s:.*?))```", PAGE.read_text(), re.MULTILINE).groups()
+    printed = plan(*command.split()).output
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 
 @pytest.mark.parametrize(
