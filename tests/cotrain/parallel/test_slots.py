@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from paceline.cotrain.parallel.slots import (
     SCHEDULES,
+    UNITS,
     ScheduleError,
     deadlocks,
     free_running,
@@ -145,3 +146,13 @@ def test_what_a_schedule_refuses_is_said_in_one_line(arguments, says):
 def test_the_drafters_own_stage_is_no_source():
     with pytest.raises(ScheduleError, match="a tap of stage 1: of 2 stages, those before the last are sources"):
         minimum(order_of("GPipe", 2, 2, 2), [1])
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("drafter", [0.15, 0.5])
+def test_slots_for_equal_times_cost_less_than_two_percent_beside_a_slower_last_stage(name, drafter):
+    order = ORDERS[name]
+    step_s = {(stage, kind): UNITS[kind] for stage in range(order.stages) for kind in UNITS}
+    step_s[order.stages - 1, "F"] += drafter * 3
+    slots = free_running(order, range(order.stages - 1))
+    assert simulate(order, slots, step_s).total_s < 1.02 * simulate(order, {}, step_s).total_s
