@@ -222,3 +222,33 @@ def test_every_layout_that_is_found_is_possible_and_none_is_left_out() -> None:
     assert {msgspec.structs.astuple(layout) for layout in found} == {
         msgspec.structs.astuple(layout) for layout in every if objection(own, layout) is None
     }
+
+
+def test_two_layers_are_gathered_at_a_time_and_what_is_outside_of_layers_throughout() -> None:
+    own = job("llama-3.1-8b", gpus=8)
+    shape, layout = own.shape, ranks(data=4, tensor=2)
+    layer, ends = shape.dense_parameters(0), 2 * shape.matrix + shape.hidden
+    assert stage_memory(own, layout, 0)["gathered"] == (3 * (layer // 2) + 2 * (ends // 2)) * 2
+    middle = ranks(data=2, pipeline=4)
+    assert stage_memory(own, middle, 1)["gathered"] == 3 * layer * 2
+
+
+def test_the_drafter_is_sharded_over_context_ranks_and_whole_on_tensor_ranks() -> None:
+    own = job("llama-3.1-8b", gpus=8)
+    parameters = own.drafter.parameters()
+    for layout in (ranks(context=4), ranks(data=2, context=2), ranks(data=2, context=2, tensor=2)):
+        assert stage_memory(own, layout, 0)["drafter"] == -(-parameters // 4) * 16 + parameters * 4
+
+
+@pytest.mark.parametrize(("is_checkpointed", "exchanges"), [(True, 12), (False, 8)])
+def test_tensor_ranks_exchange_their_states_around_attention_and_mlp(is_checkpointed: bool, exchanges: int) -> None:
+    own = job("llama-3.1-8b", gpus=8, batch=3, checkpoint=is_checkpointed)
+    states = CONTEXT // 2 * 4096 * 2
+    sent = stage_traffic(own, ranks(context=2, tensor=4), 0)
+    assert sent["tensor"] == 3 * 32 * exchanges * (states * 3 // 4)
+
+
+def test_stages_hand_states_on_and_gradients_back() -> None:
+    own, layout = job("llama-3.1-8b", batch=8), ranks(pipeline=4, tensor=2)
+    states = CONTEXT * 4096 * 2 // 2
+    assert [stage_traffic(own, layout, s)["pipeline"] for s in range(4)] == [8 * n * states for n in (1, 2, 2, 1)]
