@@ -66,7 +66,7 @@ def test_the_page_shows_what_the_command_prints() -> None:
         (["--model", "qwen3-9b"], "error: --model qwen3-9b: no such config.json, and no preset; did you mean qwen3-"),
         (
             ["--model", "qwen3-8b", "--gpus", 8, "--tensor", 3],
-            "error: no layout of 8 GPUs is possible, for one: ",
+            "error: no layout of 8 GPUs is possible: tensor=3 does not divide 8 KV heads\n",
         ),
         (["--model", "qwen3-8b", "--memory-gib", -1], "error: --memory-gib -1.0: a GPU's memory is above 0\n"),
         (["--model", "qwen3-8b", "--out", "nowhere/x.png"], "error: --out nowhere/x.png: cannot be written: "),

@@ -190,7 +190,7 @@ def test_flops_of_a_short_context_are_six_a_weight_and_token() -> None:
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        (ranks(data=7), "data x context x tensor x pipeline = 7, and there are 256 GPUs"),
+        (ranks(data=8), "data x context x tensor x pipeline = 8, and there are 256 GPUs"),
         (ranks(data=32, tensor=8), "tensor=8 does not divide 4 KV heads"),
         (ranks(data=2, pipeline=128), "pipeline=128 stages for 94 layers"),
         (ranks(context=256, expert=3), r"expert=3 does not divide 128 expert\(s\)"),

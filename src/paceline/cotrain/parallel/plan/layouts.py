@@ -62,7 +62,6 @@ def objection(job: Job, layout: Layout) -> str | None:
     ranks = layout.data * layout.context * layout.tensor * layout.pipeline
     experts = 1 if shape.experts is None else shape.experts.count
     checks = (
-        (ranks == job.gpus, f"data x context x tensor x pipeline = {ranks}, and there are {job.gpus} GPUs"),
         (shape.kv_heads % layout.tensor == 0, f"tensor={layout.tensor} does not divide {shape.kv_heads} KV heads"),
         (layout.pipeline <= shape.layers, f"pipeline={layout.pipeline} stages for {shape.layers} layers"),
         (experts % layout.expert == 0, f"expert={layout.expert} does not divide {experts} expert(s)"),
@@ -75,22 +74,17 @@ def objection(job: Job, layout: Layout) -> str | None:
             2 * layout.context <= job.context,
             f"context={layout.context} ranks for {job.context} tokens, which are cut in twice as many",
         ),
+        (ranks == job.gpus, f"data x context x tensor x pipeline = {ranks}, and there are {job.gpus} GPUs"),
     )
     return next((words for holds, words in checks if not holds), None)
 
 
 def layouts(job: Job, given: Mapping[str, int | None]) -> list[Layout]:
     """All possible layouts with the axes that are ``given``. PacelineError where there is none, saying why."""
-    last = "no layout has these axes"
-    found = []
-    for layout in _candidates(job, given):
-        reason = objection(job, layout)
-        if reason is None:
-            found.append(layout)
-        else:
-            last = reason
+    every = list(_candidates(job, given))
+    found = [layout for layout in every if objection(job, layout) is None]
     if not found:
-        raise PacelineError(f"no layout of {job.gpus} GPUs is possible, for one: {last}")
+        raise PacelineError(f"no layout of {job.gpus} GPUs is possible: {objection(job, every[0])}")
     return found
 
 
