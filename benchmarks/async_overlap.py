@@ -13,7 +13,6 @@ compared by t tests against the noise of seeds (Welch's) and paired by seed. Run
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -44,7 +43,7 @@ def run(cell, seed, args):
         settings = [f"rl.max_age_steps={args.age}", *CELLS[cell], f"seed={seed}", "checkpoint.every=0", "check.every=0"]
         command = [Path(sys.executable).with_name("paceline"), "train", args.config, *settings, *args.overrides]
         command += ["rl.eval_every=0", "--out", out, "--overwrite"]
-        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"RAY_worker_niceness": "0"})
+        subprocess.run(command, check=True, stdout=sys.stderr)
     return read_metrics(out / "metrics.jsonl"), read_timeline(out / "timeline.jsonl")
 
 

@@ -33,6 +33,9 @@ class RayCluster:
 
     def __init__(self, config: ClusterConfig) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if config.address is None:
+            # Ray's own choice, 15, is for machines that workers share with what matters more.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         self.ray = import_ray()
         self._is_own = not self.ray.is_initialized() or RayCluster._users > 0
         if not self.ray.is_initialized():
