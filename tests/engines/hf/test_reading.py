@@ -29,7 +29,7 @@ class Slow(ScriptedDrafter):
         super().__init__(script)
         self.clock, self.read, self.known, self.paces = clock, 0.0, set(), []
 
-    def pace(self, tokens_per_second):
+    def pace(self, tokens_per_second, node_seconds=0.0):
         self.paces.append(tokens_per_second)
 
     def reading_seconds(self):
