@@ -44,6 +44,14 @@ def is_alive(pid: int) -> bool:
     return state not in (b"Z", b"X")
 
 
+def ends(pid: int, seconds: float = 20.0) -> bool:
+    """Whether a process that was killed is gone; the system takes a moment for it."""
+    deadline = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
 class Chaos:
     """Sends signals to random workers at moments of the run's progress, drawn by ``seed``.
 

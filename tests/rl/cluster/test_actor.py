@@ -16,7 +16,7 @@ from paceline.rl.engine import make_engine
 from paceline.rl.fleet import Report, Weights
 from paceline.rl.policy import Policy
 from paceline.schema import RolloutRequest, SamplingParams
-from ray_processes import is_alive
+from ray_processes import ends
 from tiny_policies import save_tiny
 
 pytestmark = pytest.mark.ray
@@ -78,10 +78,7 @@ def test_a_worker_ends_when_its_driver_is_killed(config):
     )
     assert driver.returncode == -signal.SIGKILL
     pid = int(driver.stdout)
-    deadline = time.monotonic() + 60
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not is_alive(pid)
+    assert ends(pid, 60)
 
 
 def test_two_actors_say_what_one_engine_says_and_their_ends_are_seen(cluster, config, tmp_path):

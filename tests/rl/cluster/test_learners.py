@@ -16,7 +16,7 @@ from paceline.rl.loop import train
 from paceline.rl.models import ModelError
 from paceline.rl.policy import Policy
 from paceline.schema import StepRecord
-from ray_processes import is_alive
+from ray_processes import ends
 from sharded_cases import batch_of
 from tiny_policies import save_tiny
 from tiny_run import make_policy, tiny_config
@@ -114,7 +114,7 @@ def test_a_learner_that_hangs_is_named_and_ended_with_the_others(model):
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(LearnersError, match="learner rank 0 of 2 makes no progress"):
             remote.update(batch_of(2))
-        assert not is_alive(pids[0])
+        assert ends(pids[0])
     finally:
         remote.close()
 

@@ -19,7 +19,7 @@ from paceline.rl.fleet import Order, Weights
 from paceline.rl.policy import Policy
 from paceline.rl.tasks.registry import make_task
 from paceline.schema import PacelineError
-from ray_processes import is_alive, worker_pids
+from ray_processes import ends, worker_pids
 from tiny_run import make_policy, tiny_config
 
 pytestmark = pytest.mark.ray
@@ -135,8 +135,8 @@ def test_killed_and_stopped_workers_change_no_token(bench, faults):
     events = bench.fleet.stats().events
     assert (events["worker_lost"], events["worker_hung"]) == (1, 1)
     assert events["requests_retried"] >= 2
-    assert not is_alive(killed)
-    assert not is_alive(stopped)
+    assert ends(killed)
+    assert ends(stopped)
 
 
 def test_a_worker_whose_engine_raises_is_replaced_unless_a_request_is_to_blame(bench, faults):
