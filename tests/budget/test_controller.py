@@ -176,6 +176,7 @@ def test_a_paced_drafter_hears_what_verifying_a_node_takes():
     bench.run(100)
     assert bench.stats.tokens_expected > 8 * 100
     assert bench.controller.pace(8, 8)[1] == pytest.approx(0.002, rel=0.1)
+    assert 0 <= bench.controller.pace(1, 1)[1] < 0.01, "a number also where a single node is asked for"
 
 
 def test_a_paced_drafter_is_asked_for_no_more_than_may_be_verified_which_doubles():

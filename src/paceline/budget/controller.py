@@ -113,7 +113,7 @@ class BudgetController:
         """
         if not self.prunes or not self.table.knows_plain(rows):
             return 0.0, 0.0
-        cost, ledger = self.table.curve(rows, rows * budget), self._ledger(rows)
+        cost, ledger = self.table.curve(rows, max(rows * budget, 2)), self._ledger(rows)
         drafting = ledger.tokens / ledger.seconds if ledger.is_judged and ledger.seconds else 0.0
         return max(rows / float(cost[0]) * (1 + self.config.margin), drafting), float(np.diff(cost[1:]).mean())
 
