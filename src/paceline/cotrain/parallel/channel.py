@@ -16,6 +16,8 @@ from paceline.cotrain.parallel.stages import PolicyStage, stage_of
 
 #: Takes a micro-batch's number, the states (B, L, H) of the tapped layers by layer, and the last stage's output.
 Use = Callable[[int, Mapping[int, Tensor], Tensor], None]
+#: What a stage's module takes of a micro-batch, by its number, beside its input.
+KwargsOf = Callable[[int], dict[str, Any]]
 
 
 class TapChannel:
@@ -66,14 +68,26 @@ class TapChannel:
         self._kept: dict[int, Tensor] = {}
         self._watched: int | None = None
 
-    def stage(self, module: PolicyStage, index: int, device: torch.device, group: dist.ProcessGroup) -> "TapStage":
-        """The pipeline's stage ``index`` on this rank, ``group`` being the pipeline's own."""
+    def stage(
+        self,
+        module: PolicyStage,
+        index: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        kwargs_of: KwargsOf | None = None,
+        **examples: Any,
+    ) -> "TapStage":
+        """The pipeline's stage ``index`` on this rank, ``group`` being the pipeline's own.
+
+        ``kwargs_of`` gives what the module takes of a micro-batch beside its input. With ``examples``, the
+        ``input_args`` and ``output_args`` of a ``PipelineStage``, the stages do not run once to find out shapes.
+        """
         points = module.tap_points()
         for layer in self.made.get(index, ()):
             self._hooks.append(points[layer].register_forward_hook(self._keeper(index, layer), prepend=True))
         for source in self.slots if index == self.last else self.slots.keys() & {index}:
             self._connect(source, index, device)
-        return TapStage(self, module, index, self.order.stages, device, group)
+        return TapStage(self, module, index, self.order.stages, device, group, kwargs_of, **examples)
 
     def start(self, stage: int) -> None:
         """Begin a step of ``stage``."""
@@ -159,9 +173,12 @@ class TapStage(PipelineStage):
         stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
+        kwargs_of: KwargsOf | None = None,
+        **examples: Any,
     ) -> None:
-        super().__init__(module, index, stages, device, group=group)
+        super().__init__(module, index, stages, device, group=group, **examples)
         self._channel = channel
+        self._kwargs_of = kwargs_of
 
     def clear_runtime_states(self) -> None:
         """Begin a step."""
@@ -176,6 +193,8 @@ class TapStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """The stage's forward of one micro-batch, and its taps."""
+        if self._kwargs_of is not None:
+            kwargs = (kwargs or {}) | self._kwargs_of(fwd_chunk_id)
         with self._channel.watching(self.stage_index):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._channel.forwarded(self.stage_index, fwd_chunk_id, output)

@@ -1,7 +1,7 @@
 """Cuts a policy of transformers into the stages of a pipeline: modules that share its layers and compute as it does."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,8 @@ from paceline.forward.taps import FINAL
 
 #: Names, among layers, the embeddings of the tokens: what the first layer reads.
 EMBEDDINGS = -2
+#: Makes the last stage's output of its states (B, L, H) and the number of the micro-batch.
+Read = Callable[[Tensor, int], Tensor]
 #: Types of models whose decoder is embeddings, layers and a norm, with nothing between them.
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -33,10 +35,11 @@ class PolicyStage(nn.Module):
     """The ``layers`` of ``policy``: with its embeddings where they are the first, its norm and head where the last.
 
     Parameters are the policy's own, not copies. The decoder's own forward runs over them, so masks, positions and
-    states are those of the whole policy. ModelError for a type of model not in ``KINDS``.
+    states are those of the whole policy. ``read`` makes the last stage's output of its states (B, L, H) and of the
+    micro-batch's number; without it that is the logits. ModelError for a type of model not in ``KINDS``.
     """
 
-    def __init__(self, policy: PreTrainedModel, layers: range) -> None:
+    def __init__(self, policy: PreTrainedModel, layers: range, read: Read | None = None) -> None:
         super().__init__()
         kind = policy.config.model_type
         if kind not in KINDS:
@@ -59,18 +62,22 @@ class PolicyStage(nn.Module):
             decoder.norm = nn.Identity()
         self.decoder = decoder
         self.head = policy.get_output_embeddings() if self.is_last else None
+        self.read = read
 
-    def forward(self, inputs: Tensor, **kwargs: Any) -> Tensor:
-        """States (B, L, H), of the last stage logits (B, L, V), of token ids (B, L) or of the last stage's states.
+    def forward(self, inputs: Tensor, *, microbatch: int = 0, **kwargs: Any) -> Tensor:
+        """States (B, L, H), of the last stage its output, of token ids (B, L) or of the stage's states before.
 
-        ``kwargs`` are those of the decoder: ``attention_mask``, ``position_ids``.
+        ``kwargs`` are those of the decoder: ``attention_mask``, ``position_ids``. Where gradients are taken the output
+        asks for one even if nothing before it trains, since every stage of a pipeline sends one back.
         """
         name = "input_ids" if self.is_first else "inputs_embeds"
         states: Tensor = self.decoder(**{name: inputs}, use_cache=False, **kwargs).last_hidden_state
-        if self.head is None:
-            return states
-        logits: Tensor = self.head(states)
-        return logits
+        if self.head is not None:
+            out: Tensor = self.head(states) if self.read is None else self.read(states, microbatch)
+            return out
+        if torch.is_grad_enabled() and not states.requires_grad:
+            states.requires_grad_()
+        return states
 
     def tap_points(self) -> dict[int, nn.Module]:
         """The modules whose outputs are the states of this stage, by the layer that names them."""
