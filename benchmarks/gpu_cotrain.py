@@ -38,8 +38,9 @@ from paceline.cotrain.trainer import Trainer
 from paceline.drafters.heads import make_head
 from paceline.forward.optimiser import Optimiser
 from paceline.report.metrics import accept_histogram
+from paceline.rl.batch import Batch
 from paceline.rl.engine import make_engine
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.learner import Learner
 from paceline.rl.policy import Policy
 from paceline.rl.pretrain import BOS, EOS, PAD, batch, make_tokenizer, seeded
 from paceline.schema import RolloutRequest, SamplingParams, derive_seed

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.config import LoraConfig, PolicyConfig, RLConfig
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.batch import Batch
+from paceline.rl.learner import Learner
 from paceline.rl.policy import Policy
 from paceline.rl.sharded import ShardedLearner, join
 from paceline.schema import PacelineError, as_tokens

@@ -19,8 +19,9 @@ from torch import Tensor
 from paceline.config import Config, load_config
 from paceline.report.trace import TraceRow, read_metrics, read_trace
 from paceline.rl import folder
+from paceline.rl.batch import Batch
 from paceline.rl.curriculum import Curriculum, load_items, rollout_requests
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.learner import Learner
 from paceline.rl.loop import Run
 from paceline.rl.policy import Policy
 from paceline.rl.tasks import make_task

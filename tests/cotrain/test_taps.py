@@ -7,7 +7,8 @@ import torch
 from paceline.config import LoraConfig, PolicyConfig, RLConfig
 from paceline.cotrain.taps import Collector, spread
 from paceline.forward.taps import FINAL
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.batch import Batch
+from paceline.rl.learner import Learner
 from paceline.rl.policy import Policy
 from paceline.schema import as_tokens
 from tiny_policies import VOCABULARY, save_tiny

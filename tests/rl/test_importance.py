@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from paceline.config import EngineConfig, PolicyConfig, RLConfig
 from paceline.engines.hf import HFEngine
 from paceline.rl import importance
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.batch import Batch
+from paceline.rl.learner import Learner
 from paceline.rl.policy import Policy
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
 from tiny_models import tiny

@@ -7,7 +7,8 @@ import torch
 
 from paceline.config import LoraConfig, PolicyConfig, RLConfig
 from paceline.rl import grpo
-from paceline.rl.learner import Batch, BatchError, Learner
+from paceline.rl.batch import Batch, BatchError
+from paceline.rl.learner import Learner
 from paceline.rl.models import ModelError
 from paceline.rl.policy import Policy
 from paceline.schema import as_tokens

@@ -31,6 +31,7 @@ from paceline.config.engine import EngineConfig as EngineConfig
 from paceline.config.engine import PluginConfig as PluginConfig
 from paceline.config.engine import SentinelConfig as SentinelConfig
 from paceline.config.engine import VllmConfig as VllmConfig
+from paceline.config.parallel import ParallelConfig as ParallelConfig
 from paceline.schema import SamplingParams
 from paceline.typed_yaml import ConfigError as ConfigError
 
@@ -179,6 +180,7 @@ class Config(Section):
     rl: RLConfig = msgspec.field(default_factory=RLConfig)
     cotrain: CotrainConfig = msgspec.field(default_factory=CotrainConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     check: CheckConfig = msgspec.field(default_factory=CheckConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
 
@@ -208,7 +210,9 @@ class Config(Section):
         alone = learners == 1 or self.cluster.kind == "ray"
         require(alone, "cluster.learner_workers", learners, "1 where cluster.kind is local, or set ray")
         follows = self.drafter.model_kind is not None and self.cotrain.when != "never"
-        require(learners == 1 or not follows, "cotrain.when", self.cotrain.when, "never where several learners train")
+        is_cut = self.parallel.ranks > 1
+        together = learners == 1 or is_cut or not follows
+        require(together, "cotrain.when", self.cotrain.when, "never where several learners train, or set parallel")
         sleeps = self.engine.kind == "vllm" and self.engine.vllm.sleep
         rests = not sleeps or not self.rl.max_age_steps or self.cluster.kind == "ray"
         require(rests, "engine.vllm.sleep", sleeps, "0 where requests are in flight while the policy is trained")
@@ -261,6 +265,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "budget",
     "cotrain",
     "cluster",
+    "parallel",
     "check",
     "checkpoint",
     "rl.steps",

@@ -1,7 +1,7 @@
 """AdamW over a model's trained weights: float32 masters where needed, clipping, a schedule, a flat state to save."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -13,6 +13,9 @@ from paceline.forward.sharding import gathered, placed, saved
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _NARROW = (torch.bfloat16, torch.float16)
 
+Norm = Callable[[Mapping[str, Tensor]], Tensor]
+"""The 2-norm of the gradient of the whole model, of which this rank has those by name."""
+
 
 class Optimiser:
     """AdamW (Loshchilov and Hutter 2019) over named ``parameters``; weight decay leaves vectors (norms, biases) alone.
@@ -20,7 +23,7 @@ class Optimiser:
     A weight in 16 bits cannot take a step of a thousandth of itself, so such weights have float32 masters: the step is
     taken on those, and the model gets them rounded. The rate rises over ``warmup_steps`` and is constant then, or
     falls as a ``cosine`` to 0 after ``schedule_steps`` steps. Parameters may be sharded (DTensor): then the masters and
-    moments are too, and all ranks call alike.
+    moments are too, and all ranks call alike. Where they are but a part of a model, ``norm`` is that of all its parts.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class Optimiser:
         warmup_steps: int = 0,
         schedule: Literal["constant", "cosine"] = "constant",
         schedule_steps: int = 0,
+        norm: Norm | None = None,
     ) -> None:
         self.updates = 0
+        self._norm = norm or norm_of
         self._parameters = dict(parameters)
         self._lr, self._warmup_steps, self._max_grad_norm = lr, warmup_steps, max_grad_norm
         self._schedule, self._schedule_steps = schedule, schedule_steps
@@ -63,7 +68,9 @@ class Optimiser:
             if master is not self._parameters[name]:
                 own = self._parameters[name].grad
                 master.grad = None if own is None else own.float()
-        norm = float(gathered(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._max_grad_norm)))
+        norm_ = self._norm({n: master.grad for n, master in self._masters.items() if master.grad is not None})
+        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._max_grad_norm, norm_)
+        norm = float(norm_)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
                 group["lr"] = self.lr()
@@ -115,6 +122,11 @@ class Optimiser:
         self._adamw.state.clear()
         self._adamw.state.update(moments)
         self.updates = updates
+
+
+def norm_of(gradients: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of gradients together, whole on every rank where they are sharded."""
+    return gathered(torch.nn.utils.get_total_norm(list(gradients.values())))
 
 
 def _fitting(tensors: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:

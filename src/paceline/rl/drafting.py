@@ -22,9 +22,10 @@ from paceline.drafters.heads import Head
 from paceline.drafters.vocabulary_map import VocabularyMap
 from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
 from paceline.report.folders import put_in_place
+from paceline.rl.batch import Batch
 from paceline.rl.checkpoint import Checkpoint
 from paceline.rl.engine import drafts, head_of
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.learner import Learner
 from paceline.rl.policy import Policy
 from paceline.schema import PacelineError, Rollout
 

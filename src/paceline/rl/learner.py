@@ -2,76 +2,22 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from paceline.config import RLConfig
-from paceline.cotrain.taps import Collector
-from paceline.forward.optimiser import Optimiser
+from paceline.forward.optimiser import Norm, Optimiser
 from paceline.rl import grpo, importance
+from paceline.rl.batch import Batch, BatchError
+from paceline.rl.passes import Collecting, LocalPasses, Passes
 from paceline.rl.policy import Policy
 from paceline.rl.ranks import Alone, Ranks
-from paceline.schema import PacelineError, Tokens
 
 _Sums = defaultdict[str, float]
-
-
-class BatchError(PacelineError, ValueError):
-    """A batch that does not line up, or lacks what the update asks of it."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rollouts of one step. Rollouts with equal ``group_ids`` answer the same prompt.
-
-    ``engine_logprobs`` are the processed log-probabilities that the engine sampled with, one array a rollout; they are
-    compared with the trainer's (None: not compared), and weigh what older weights sampled. ``versions`` says which
-    weights sampled each token, one array a rollout, ``version`` which are updated: a rollout whose versions all equal
-    it is on policy. Raises BatchError where these do not line up.
-    """
-
-    prompts: Sequence[Tokens]
-    responses: Sequence[Tokens]
-    rewards: npt.ArrayLike
-    group_ids: Sequence[Hashable]
-    engine_logprobs: Sequence[npt.NDArray[np.float64]] | None = None
-    versions: Sequence[Tokens] | None = None
-    version: int = 0
-
-    def __post_init__(self) -> None:
-        rollouts = len(self.prompts)
-        for name in ("responses", "group_ids", "engine_logprobs", "versions"):
-            values = getattr(self, name)
-            if values is not None and len(values) != rollouts:
-                raise BatchError(f"batch: {len(values)} {name} for {rollouts} prompts")
-        for name in ("engine_logprobs", "versions"):
-            for row, own in enumerate(getattr(self, name) or ()):
-                if len(own) != len(self.responses[row]):
-                    raise BatchError(
-                        f"batch: rollout {row} has {len(self.responses[row])} tokens and {len(own)} {name}"
-                    )
-        for row, versions in enumerate(self.versions or ()):
-            if np.any(versions > self.version):
-                raise BatchError(
-                    f"batch: rollout {row} has tokens of version {versions.max()}, and version {self.version} learns"
-                )
-
-    def stale(self) -> frozenset[int]:
-        """The rollouts of which older weights sampled some token."""
-        return frozenset(row for row, own in enumerate(self.versions or ()) if np.any(own != self.version))
-
-
-@dataclass(frozen=True)
-class _Collecting:
-    """Who sees the passes, and which rollouts of the batch are kept."""
-
-    collector: Collector
-    wanted: frozenset[int]
 
 
 class Learner:
@@ -79,12 +25,22 @@ class Learner:
 
     An update is a function of tokens, rewards and weights alone, and of the log-probabilities with which older weights
     sampled, to ``importance.GRAIN``. Rollouts that add no gradient (advantage 0 and no KL penalty) are not computed;
-    the denominators count them all the same, as they do what importance masks. ``ranks`` are those who share the work.
+    the denominators count them all the same, as they do what importance masks. ``ranks`` are those who share the work,
+    ``passes`` computes this rank's part of it (None: the whole policy, here), and ``norm`` is that of the gradient.
     """
 
-    def __init__(self, policy: Policy, config: RLConfig, temperature: float, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: RLConfig,
+        temperature: float,
+        ranks: Ranks | None = None,
+        passes: Passes | None = None,
+        norm: Norm | None = None,
+    ) -> None:
         self.policy = policy
         self.ranks = ranks or Alone()
+        self.passes = passes or LocalPasses(policy, self.ranks, config.microbatch_tokens, temperature)
         self.config = config
         self.temperature = temperature
         self._rule = importance.rule(config)
@@ -96,12 +52,10 @@ class Learner:
                 )
             self._reference = {name: p.detach().clone() for name, p in policy.trainable()}
         self.optimiser = Optimiser(
-            policy.trainable(), config.lr, config.weight_decay, config.max_grad_norm, config.warmup_steps
+            policy.trainable(), config.lr, config.weight_decay, config.max_grad_norm, config.warmup_steps, norm=norm
         )
 
-    def update(
-        self, batch: Batch, collector: Collector | None = None, wanted: Collection[int] = ()
-    ) -> dict[str, float]:
+    def update(self, batch: Batch, collector: Any = None, wanted: Collection[int] = ()) -> dict[str, float]:
         """Move the policy by ``inner_updates`` optimiser steps on the batch; returns the step's metrics.
 
         The ratio that is clipped is to the policy at the start of the update. Where ``rl.importance`` asks for it, what
@@ -115,19 +69,18 @@ class Learner:
         optimiser steps: ``loss``, ``grad_norm`` (before clipping). Counts: ``tokens`` of all rollouts,
         ``trained_rollouts`` (those with a gradient), optimiser steps ``skipped_no_advantage`` and
         ``skipped_not_finite``. ``lr`` is that of the last step, or of the next one where none was taken. A
-        ``collector`` gets those of the rollouts ``wanted`` that are computed.
+        ``collector``, of the kind that the passes take, gets those of the rollouts ``wanted`` that are computed.
         """
         advantages_R = grpo.advantages(batch.rewards, batch.group_ids, self.config.scale_rewards)
         minibatches = self._minibatches(batch)
         active = [self._active(batch, rows, advantages_R) for rows in minibatches]
-        collecting = None if collector is None else _Collecting(collector, frozenset(wanted))
+        collecting = None if collector is None else Collecting(collector, frozenset(wanted))
         weighed = self._weighed(batch)
         old_of: dict[int, Tensor] = {}
         for rows in active[1:]:
             # Later steps meet a policy that has moved; their ratio is to the one that sampled.
-            for part in self._parts(batch, rows):
-                with torch.no_grad():
-                    logp_N, _ = self._logprobs(batch, part)
+            parts = self.passes.parts(batch, rows)
+            for part, logp_N in zip(parts, self.passes.score(batch, parts), strict=False):
                 old_of |= dict(zip(part, logp_N.split([len(batch.responses[row]) for row in part]), strict=True))
         sums: _Sums = defaultdict(float)
         for rows, trained in zip(minibatches, active, strict=True):
@@ -142,11 +95,9 @@ class Learner:
         advantages_R = grpo.advantages(batch.rewards, batch.group_ids, self.config.scale_rewards)
         return self._active(batch, range(len(batch.prompts)), advantages_R)
 
-    @torch.no_grad()
-    def read(self, batch: Batch, rows: Sequence[int], collector: Collector) -> None:
+    def read(self, batch: Batch, rows: Sequence[int], collector: Any) -> None:
         """One pass over ``rows`` for the collector alone; the policy stays as it is."""
-        for part in self._parts(batch, rows):
-            self._logprobs(batch, part, _Collecting(collector, frozenset(rows)))
+        self.passes.read(batch, rows, Collecting(collector, frozenset(rows)))
 
     @property
     def updates(self) -> int:
@@ -193,22 +144,6 @@ class Learner:
                 )
         return stale
 
-    def _parts(self, batch: Batch, rows: Sequence[int]) -> Iterator[list[int]]:
-        """Micro-batches of at most ``microbatch_tokens``, siblings together: what this rank computes of ``rows``."""
-        prompts, responses = [batch.prompts[row] for row in rows], [batch.responses[row] for row in rows]
-        trees = self.policy.scorer.trees(prompts, responses, self.config.microbatch_tokens)
-        for part in self.ranks.microbatches(trees, self.config.microbatch_tokens):
-            yield [rows[i] for i in part]
-
-    def _logprobs(
-        self, batch: Batch, rows: Sequence[int], collecting: "_Collecting | None" = None
-    ) -> tuple[Tensor, Tensor]:
-        prompts, responses = [batch.prompts[row] for row in rows], [batch.responses[row] for row in rows]
-        if collecting is None:
-            return self.policy.logprobs(prompts, responses, self.temperature)
-        wanted = [i for i, row in enumerate(rows) if row in collecting.wanted]
-        return self.policy.logprobs(prompts, responses, self.temperature, collecting.collector, wanted)
-
     def _step(
         self,
         batch: Batch,
@@ -218,29 +153,27 @@ class Learner:
         old_of: Mapping[int, Tensor],
         weighed: frozenset[int],
         sums: _Sums,
-        collecting: "_Collecting | None",
+        collecting: Collecting | None,
     ) -> None:
         """One optimiser step on ``rows``, of which ``trained`` have a gradient."""
         lengths = [len(batch.responses[row]) for row in rows]
         weights = grpo.token_weights(lengths, self.config.normalise)
         weights_by_row = dict(zip(rows, np.split(weights, np.cumsum(lengths)[:-1]), strict=True))
         own_sums: _Sums = defaultdict(float)
-        largest = 0.0
-        for part in self._parts(batch, trained):
-            logp_ref_N = None
-            if self._reference is not None:
-                with torch.no_grad(), self.policy.weights_of(self._reference):
-                    logp_ref_N, _ = self._logprobs(batch, part)
-            logp_N, entropy_N = self._logprobs(batch, part, collecting)
-            if not part:  # others have a micro-batch more, and reduce its gradient with everybody
-                logp_N.sum().backward()
-                continue
+        parts = self.passes.parts(batch, trained)
+        references: list[Tensor] = []
+        if self._reference is not None:
+            with self.policy.weights_of(self._reference):
+                references = self.passes.score(batch, parts)
+
+        def loss_of(index: int, logp_N: Tensor, entropy_N: Tensor) -> Tensor:
+            part = parts[index]
             logp_old_N = torch.cat([old_of[row] for row in part]) if part[0] in old_of else logp_N.detach()
             token_weights_N = np.concatenate([weights_by_row[row] for row in part])
             if not weighed.isdisjoint(part):
                 applied = self._importance(batch, part, weighed, logp_old_N)
                 token_weights_N *= applied.weights_N
-                largest = max(largest, applied.largest)
+                own_sums["largest"] = max(own_sums["largest"], applied.largest)
                 for name, total in applied.sums.items():
                     own_sums[name] += total
             repeated = np.repeat(advantages_R[part], [len(batch.responses[row]) for row in part])
@@ -252,15 +185,18 @@ class Learner:
                 self.config.clip_low,
                 self.config.clip_high,
                 self.config.kl_coef,
-                logp_ref_N,
+                references[index] if references else None,
             )
-            loss.backward()
             own |= {"loss": loss.detach(), "entropy": entropy_N.sum(), "computed": torch.tensor(len(logp_N))}
             for name, value in own.items():
                 own_sums[name] += float(value)
             if batch.engine_logprobs is not None:
                 engine_N = torch.from_numpy(np.concatenate([batch.engine_logprobs[row] for row in part]))
                 own_sums["mismatch"] += float(grpo.k3(logp_old_N.double().cpu() - engine_N).sum())
+            return loss
+
+        self.passes.learn(batch, parts, loss_of, collecting)
+        largest = own_sums.pop("largest", 0.0)
         for name, total in self.ranks.total(own_sums).items():
             sums[name] += total
         if self._rule is not None:

@@ -33,6 +33,7 @@ from paceline.report.trace import (
     write_prompts,
 )
 from paceline.rl import checkpoint, folder
+from paceline.rl.batch import Batch
 from paceline.rl.curriculum import Curriculum, Item, load_items
 from paceline.rl.drafting import Cotraining
 from paceline.rl.engine import drafts
@@ -41,7 +42,7 @@ from paceline.rl.fleets import make_fleet, make_learner
 from paceline.rl.generation import Generation
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
-from paceline.rl.learner import Batch, Learner
+from paceline.rl.learner import Learner
 from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, warnings_told, weights_stale
 from paceline.rl.policy import Policy
 from paceline.rl.records import step_record, trace_rows

@@ -9,9 +9,10 @@ import torch
 
 from paceline.config import Config
 from paceline.report.trace import read_trace
+from paceline.rl.batch import Batch, BatchError
 from paceline.rl.cluster.learners import LearnersError, RemoteLearner
 from paceline.rl.cluster.rank import SentBatch
-from paceline.rl.learner import Batch, BatchError, Learner
+from paceline.rl.learner import Learner
 from paceline.rl.loop import train
 from paceline.rl.models import ModelError
 from paceline.rl.policy import Policy

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from paceline.config import Config
 from paceline.cotrain.taps import Collector
+from paceline.rl.batch import Batch
 from paceline.rl.cluster.codec import decode, encode
 from paceline.rl.cluster.rank import LOOPBACK, OPTIMISER, POLICY, STATE_SECONDS, RankActor, SentBatch, under
 from paceline.rl.cluster.session import RayCluster, one_line
 from paceline.rl.cluster.transport import Receiver, make_sender
 from paceline.rl.fleet import Weights
-from paceline.rl.learner import Batch
 from paceline.rl.policy import Policy
 from paceline.rl.sharded import fingerprint
 from paceline.schema import PacelineError

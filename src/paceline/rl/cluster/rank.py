@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from paceline.config import Config
+from paceline.rl.batch import Batch
 from paceline.rl.cluster.actor import ignore_ctrl_c
 from paceline.rl.cluster.codec import decode, encode
 from paceline.rl.cluster.transport import Parcel, Receiver, make_sender
 from paceline.rl.fleet import Weights
-from paceline.rl.learner import Batch
 from paceline.rl.models import ModelError
 from paceline.rl.policy import Policy, device_of
 from paceline.rl.sharded import ShardedLearner, fingerprint, join
