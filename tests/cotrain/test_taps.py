@@ -50,12 +50,11 @@ def test_documents_of_prefix_trees_hold_the_states_of_each_text_alone(tmp_path, 
     collector = Collector(policy.model, LAYERS)
     policy.logprobs(batch.prompts, batch.responses, 1.0, collector)
     documents = collector.documents()
-    assert [len(d.tokens) for d in documents] == [
-        len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)
-    ]
-    for document, prompt, response in zip(documents, batch.prompts, batch.responses, strict=True):
-        assert document.tokens.tolist() == [*prompt, *response]
-        assert document.prompt_length == len(prompt)
+    rows = list(zip(batch.prompts, batch.responses, strict=True))
+    texts = {(*prompt.tolist(), *response.tolist()): len(prompt) for prompt, response in rows}
+    assert {tuple(d.tokens.tolist()): d.prompt_length for d in documents} == texts
+    assert len(documents) == len(texts) == len(rows)
+    for document in documents:
         assert not document.states_PS.requires_grad
         assert not document.final_PH.requires_grad
         expected = alone(policy, document.tokens)
@@ -112,6 +111,24 @@ def test_only_what_is_wanted_is_kept_whatever_the_microbatches(tmp_path):
         collector.close()
     assert found[0].keys() == found[1].keys() == {(*batch.prompts[i], *batch.responses[i]) for i in (0, 4, 7)}
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_order_of_the_documents_is_their_texts_own_whatever_the_order_of_the_passes(tmp_path):
+    policy, batch = load(tmp_path), rollouts()
+    # The same tokens, once with more of them in the prompt.
+    rows = [*zip(batch.prompts, batch.responses, strict=True)]
+    prompt, response = rows[1]
+    rows.append((np.concatenate([prompt, response[:2]]), response[2:]))
+    found = []
+    for order in (rows, rows[::-1], [*rows[4:], *rows[:4]]):
+        collector = Collector(policy.model, LAYERS)
+        for first in range(0, len(order), 3):
+            prompts, responses = zip(*order[first : first + 3], strict=True)
+            policy.logprobs(prompts, responses, 1.0, collector)
+        found.append([(d.tokens.tolist(), d.prompt_length) for d in collector.documents()])
+        collector.close()
+    assert len(found[0]) == len(rows)
+    assert found[0] == found[1] == found[2]
 
 
 def test_hooks_are_gone_after_close(tmp_path):

@@ -66,8 +66,11 @@ class Collector:
             self.tokens += count
 
     def documents(self) -> list[Document]:
-        """What was collected, in the order in which it was computed."""
-        return self._documents
+        """What was collected, in an order that depends on the texts alone: by their tokens' bytes, then their prompts.
+
+        So whoever takes every n-th takes the same ones, however the passes were cut.
+        """
+        return sorted(self._documents, key=lambda document: (document.tokens.tobytes(), document.prompt_length))
 
     def close(self) -> None:
         """Take the hooks off the model."""
