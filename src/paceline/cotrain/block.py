@@ -7,7 +7,7 @@ a + j, which is row a + j - 1 of its final states (arXiv 2602.06036, with the la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,38 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from paceline.cotrain.branch import attending
-from paceline.cotrain.documents import Document
+from paceline.cotrain.documents import Document, Text
 from paceline.cotrain.losses import Teacher, soft_cross_entropy
 from paceline.cotrain.ttt import sums_by_pass
 from paceline.drafters.heads import BlockHead
 from paceline.schema import derive_seed
 
+Index = npt.NDArray[np.int64]
+
 NAME = "paceline_blocks"
 #: Blocks that attend in one call: their masks are the product of all their rows and keys.
 _CALL_BLOCKS = 64
+
+
+class Plan(Protocol):
+    """What the rows of a batch see, which every layer is given as ``paceline``; ``attention`` is who reads it."""
+
+    attention: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of blocks behind A anchors, whose keys are M: P states, and then the rows.
+
+    ``tokens_A`` are the anchors' tokens and ``position_M`` the positions of the keys. ``state_AK`` is for each mask the
+    final state that teaches it, where ``is_taught_AK``.
+    """
+
+    tokens_A: Index
+    position_M: Index
+    state_AK: Index
+    is_taught_AK: npt.NDArray[np.bool_]
+    plan: Plan
 
 
 class BlockObjective:
@@ -40,32 +63,49 @@ class BlockObjective:
         self._head, self._teacher, self._temperature = head, teacher, temperature
         self._weights_K = decay ** np.arange(head.block)
 
-    def count(self, documents: Sequence[Document]) -> float:
+    @property
+    def block(self) -> int:
+        """How many masks a block has."""
+        return self._head.block
+
+    def anchors(self, texts: Sequence[Text]) -> list[Index]:
+        """Those of each text for this update."""
+        return [sample_anchors(text, self.block, self.update) for text in texts]
+
+    def count(self, documents: Sequence[Text]) -> float:
         """The masks of all blocks that have a token to predict, each with its weight."""
-        batch = _Batch(documents, self._head.block, self.update)
-        return float((batch.is_taught_AK * self._weights_K).sum())
+        _, is_taught_AK = _teachers([document.rows for document in documents], self.anchors(documents), self.block)
+        return float((is_taught_AK * self._weights_K).sum())
 
     def loss(self, documents: Sequence[Document], *, denominator: float) -> tuple[Tensor, dict[str, float]]:
         """The weighted sum of soft cross-entropy over ``denominator``, differentiable in the head's own weights alone.
 
         Beside it sums by mask: ``loss_1`` and so on, ``rows_1`` and ``overlap_1`` (``losses.Scores``).
         """
+        batch = _pack(documents, self.anchors(documents), self.block, self._head.policy.device)
+        states_PS, final_PH = (
+            torch.cat(side) for side in zip(*((each.states_PS, each.final_PH) for each in documents), strict=True)
+        )
+        return self.loss_of(batch, states_PS, final_PH, denominator=denominator)
+
+    def loss_of(
+        self, batch: Batch, states_PS: Tensor, final_PH: Tensor, *, denominator: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        """``loss`` of the blocks of a batch over P states that are fused; ``final_PH`` teaches."""
         head = self._head
         device = head.policy.device
-        batch = _Batch(documents, head.block, self.update)
-        plan = BlockPlan(batch.lengths, batch.anchors, head.block, device)
-        states_PS = torch.cat([document.states_PS for document in documents]).detach()
         embeds_ABH = head.embed_blocks(torch.from_numpy(batch.tokens_A).to(device))
+        fused_1PH = head.fuse(states_PS.detach())[None]
         position_1M = torch.from_numpy(batch.position_M).to(device)[None]
-        with attending(head, NAME):
-            read_1NH, _ = head(embeds_ABH.flatten(0, 1)[None], head.fuse(states_PS)[None], position_1M, paceline=plan)
+        with attending(head, batch.plan.attention):
+            read_1NH, _ = head(embeds_ABH.flatten(0, 1)[None], fused_1PH, position_1M, paceline=batch.plan)
         is_taught_AK = torch.from_numpy(batch.is_taught_AK).to(device)
         mask_N = is_taught_AK.nonzero()[:, 1]
         loss, scores = soft_cross_entropy(
             read_1NH[0].unflatten(0, (-1, 1 + head.block))[:, 1:][is_taught_AK],
             head.output_weight(),
             self._teacher,
-            torch.cat([document.final_PH for document in documents]),
+            final_PH,
             torch.from_numpy(batch.state_AK).to(device)[is_taught_AK],
             temperature=self._temperature,
             denominator=denominator,
@@ -74,21 +114,27 @@ class BlockObjective:
         return loss, sums_by_pass(scores, mask_N, head.block)
 
 
-class _Batch:
-    """Blocks of packed documents: the anchors' tokens, positions of states and rows, and which state teaches a mask."""
+def _pack(documents: Sequence[Document], anchors: Sequence[Index], block: int, device: torch.device) -> Batch:
+    """The blocks of whole documents behind ``anchors`` of each."""
+    lengths = [document.rows for document in documents]
+    pairs = zip(documents, anchors, strict=True)
+    tokens_A = np.concatenate([document.tokens[own] for document, own in pairs]).astype(np.int64)
+    position_M = np.concatenate([*map(np.arange, lengths), rows_behind(np.concatenate(anchors), block)])
+    return Batch(tokens_A, position_M, *_teachers(lengths, anchors, block), BlockPlan(lengths, anchors, block, device))
 
-    def __init__(self, documents: Sequence[Document], block: int, update: int) -> None:
-        self.lengths = [len(document.tokens) - 1 for document in documents]
-        self.anchors = [sample_anchors(document, block, update) for document in documents]
-        pairs = list(zip(documents, self.anchors, strict=True))
-        self.tokens_A = np.concatenate([document.tokens[own] for document, own in pairs]).astype(np.int64)
-        own_A = np.concatenate(self.anchors)
-        rows_N = (own_A[:, None] + np.arange(1 + block)).ravel()
-        self.position_M = np.concatenate([*map(np.arange, self.lengths), rows_N])
-        counts = [len(own) for own in self.anchors]
-        state_AK = own_A[:, None] + np.arange(block)
-        self.is_taught_AK = state_AK < np.repeat(self.lengths, counts)[:, None]
-        self.state_AK = state_AK + np.repeat(np.cumsum([0, *self.lengths[:-1]]), counts)[:, None]
+
+def rows_behind(anchors_A: Index, block: int) -> Index:
+    """The positions of the rows of blocks, each its anchor's and those of ``block`` masks."""
+    rows_N: Index = (anchors_A[:, None] + np.arange(1 + block)).ravel()
+    return rows_N
+
+
+def _teachers(lengths: Sequence[int], anchors: Sequence[Index], block: int) -> tuple[Index, npt.NDArray[np.bool_]]:
+    """Of each mask the packed state that teaches it, and whether its document has one."""
+    counts = [len(own) for own in anchors]
+    state_AK = np.concatenate(anchors)[:, None] + np.arange(block)
+    is_taught_AK = state_AK < np.repeat(lengths, counts)[:, None]
+    return state_AK + np.repeat(np.cumsum([0, *lengths[:-1]]), counts)[:, None], is_taught_AK
 
 
 @dataclass(frozen=True)
@@ -107,8 +153,10 @@ class BlockPlan:
     the rows of its own block.
     """
 
+    attention: ClassVar[str] = NAME
+
     def __init__(
-        self, lengths: Sequence[int], anchors: Sequence[npt.NDArray[np.int64]], block: int, device: torch.device | str
+        self, lengths: Sequence[int], anchors: Sequence[Index], block: int, device: torch.device | str
     ) -> None:
         self.states = sum(lengths)
         self.calls: list[_Call] = []
@@ -157,7 +205,7 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
-def sample_anchors(document: Document, block: int, update: int) -> npt.NDArray[np.int64]:
+def sample_anchors(document: Text, block: int, update: int) -> Index:
     """Anchors of a document, rising: as many as would draft its response once over, drawn without replacement.
 
     A function of ``update`` and of the document's tokens alone, whatever it is packed with.

@@ -3,16 +3,16 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.config import CotrainConfig
-from paceline.cotrain.block import BlockObjective
-from paceline.cotrain.documents import Document
-from paceline.cotrain.objectives import Objective, Teacher, make_objective
+from paceline.cotrain.documents import Text
+from paceline.cotrain.objectives import Drawing, Objective, Teacher, make_objective
 from paceline.drafters.heads import Head
 from paceline.forward.optimiser import Optimiser
 from paceline.forward.runner import copy_weights
@@ -23,12 +23,29 @@ Drafting = Head | PreTrainedModel
 _OF_PASS = re.compile(r"(\w+)_(\d+)")
 _JUDGED = ("loss", "expected", "tokens")
 
+T = TypeVar("T", bound=Text)
+
+
+class Peers(Protocol):
+    """All ranks that train one model together, this one among them. They call alike, and get the same bits."""
+
+    def total(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Each sum over the ranks, which have the same names."""
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Every parameter's gradient becomes the sum over the ranks; one that no rank has stays None."""
+
 
 class Trainer:
     """Holds ``model``, whose weights it asks gradients for, and its optimiser; the policy is read and never moved.
 
     The policy's law is that of its output matrix, the present one or that which ``teacher`` holds, over the documents'
-    final states, at ``temperature``.
+    final states, at ``temperature``. An ``objective`` other than the model's own (``make_objective``) comes with the
+    ``teacher`` whose law it learns.
+
+    With ``peers`` every rank has a copy of the model and calls alike, with the same documents: what an objective makes
+    of them is its rank's part, and gradients are summed before each step. So the ranks take equal steps and return
+    equal numbers, those of one process that has all.
     """
 
     def __init__(
@@ -37,14 +54,17 @@ class Trainer:
         policy: PreTrainedModel,
         config: CotrainConfig,
         temperature: float,
-        objective: Objective | None = None,
+        objective: Objective[Any] | None = None,
+        teacher: Teacher | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.model = model.requires_grad_(True)
         self.config = config
-        self.teacher = Teacher.of(policy)
-        self.objective = objective or make_objective(
+        self.teacher = teacher or Teacher.of(policy)
+        self.objective: Objective[Any] = objective or make_objective(
             model, self.teacher, temperature=temperature, passes=config.passes, decay=config.decay
         )
+        self._peers = peers
         self.optimiser = Optimiser(
             model.named_parameters(),
             config.lr,
@@ -55,7 +75,7 @@ class Trainer:
             config.schedule_steps,
         )
 
-    def train(self, documents: Sequence[Document]) -> dict[str, float]:
+    def train(self, documents: Sequence[Text]) -> dict[str, float]:
         """``config.updates`` optimiser steps, each on a part of the documents; a step whose part is empty is left out.
 
         Returns means over the rows that count, as they were before each step: ``loss`` (weighted over the passes, nats)
@@ -67,24 +87,24 @@ class Trainer:
         sums: defaultdict[str, float] = defaultdict(float)
         for first in range(self.config.updates):
             part = documents[first :: self.config.updates]
-            if isinstance(self.objective, BlockObjective):
+            if isinstance(self.objective, Drawing):
                 self.objective.update = self.updates
             count = self.objective.count(part) if part else 0.0
             if count:
                 self._step(part, count, sums)
+        self._total(sums)
         return self._metrics(documents, sums)
 
     @torch.no_grad()
-    def judge(self, documents: Sequence[Document]) -> dict[str, float]:
+    def judge(self, documents: Sequence[Text]) -> dict[str, float]:
         """The loss, overlaps and ``expected`` of ``train`` over documents from which nothing is learned."""
         sums: defaultdict[str, float] = defaultdict(float)
-        count = self.objective.count(documents)
+        count = self.objective.count(documents) if documents else 0.0
         for part in microbatches(documents, self.config.microbatch_tokens) if count else ():
             loss, own = self.objective.loss(part, denominator=count)
-            sums["loss"] += float(loss)
+            _add(sums, loss, own)
             sums["parts"] = 1.0
-            for name, value in own.items():
-                sums[name] += value
+        self._total(sums)
         found = self._metrics(documents, sums)
         return {name: value for name, value in found.items() if _OF_PASS.fullmatch(name) or name in _JUDGED}
 
@@ -117,13 +137,13 @@ class Trainer:
         """Restore what ``state`` gave. ModelError, naming the tensor, where it does not fit."""
         self.optimiser.load_state(tensors)
 
-    def _step(self, documents: Sequence[Document], count: float, sums: defaultdict[str, float]) -> None:
+    def _step(self, documents: Sequence[Text], count: float, sums: defaultdict[str, float]) -> None:
         for part in microbatches(documents, self.config.microbatch_tokens):
             loss, own = self.objective.loss(part, denominator=count)
             loss.backward()
-            sums["loss"] += float(loss.detach())
-            for name, value in own.items():
-                sums[name] += value
+            _add(sums, loss, own)
+        if self._peers is not None:
+            self._peers.sum_gradients(self.model.parameters())
         sums["lr"] = self.optimiser.lr()
         norm = self.optimiser.step()
         sums["parts"] += 1
@@ -133,7 +153,12 @@ class Trainer:
         else:
             sums["skipped_not_finite"] += 1
 
-    def _metrics(self, documents: Sequence[Document], sums: Mapping[str, float]) -> dict[str, float]:
+    def _total(self, sums: defaultdict[str, float]) -> None:
+        """Sums over this rank's rows become those over all ranks'; where there are none, there are none anywhere."""
+        if self._peers is not None and sums:
+            sums |= self._peers.total({name: sums[name] for name in sums if name == "loss" or _OF_PASS.fullmatch(name)})
+
+    def _metrics(self, documents: Sequence[Text], sums: Mapping[str, float]) -> dict[str, float]:
         parts, updates = sums.get("parts", 0.0), sums.get("updates", 0.0)
         found = {
             "loss": sums["loss"] / parts if parts else math.nan,
@@ -154,9 +179,9 @@ class Trainer:
         return found | {"expected": expected if parts else math.nan}
 
 
-def microbatches(documents: Sequence[Document], most_tokens: int) -> Iterator[list[Document]]:
+def microbatches(documents: Sequence[T], most_tokens: int) -> Iterator[list[T]]:
     """The documents in their order, in parts of at most ``most_tokens`` tokens, or of a single document."""
-    part: list[Document] = []
+    part: list[T] = []
     tokens = 0
     for document in documents:
         if part and tokens + len(document.tokens) > most_tokens:
@@ -166,6 +191,12 @@ def microbatches(documents: Sequence[Document], most_tokens: int) -> Iterator[li
         tokens += len(document.tokens)
     if part:
         yield part
+
+
+def _add(sums: defaultdict[str, float], loss: Tensor, own: Mapping[str, float]) -> None:
+    sums["loss"] += float(loss.detach())
+    for name, value in own.items():
+        sums[name] += value
 
 
 def _by_pass(name: str) -> tuple[int, str]:
