@@ -107,19 +107,28 @@ def play(
     if case.resume is not None:
         policy.load_state(group(load_file(states / f"{case.resume}.safetensors"), "policy"))
         learner.load_state(group(load_file(states / f"{case.resume}.safetensors"), "optimiser"))
-    metrics = []
-    for index, seed in enumerate(case.seeds):
-        if index == case.broken_before:
-            held = dict(policy.trainable())["model.layers.1.mlp.up_proj.weight"]
-            kept = held.detach().clone()
-            with torch.no_grad():
-                held.mul_(math.inf)
-            metrics.append(learner.update(batch_of(seed)))
-            with torch.no_grad():
-                held.copy_(kept)
-        metrics.append(learner.update(batch_of(seed)))
+    metrics = updated(learner, case)
     groups = {"policy": policy.state(), "optimiser": learner.state(), "refit": policy.refit_tensors()}
     return {f"{part}/{name}": t.clone() for part, tensors in groups.items() for name, t in tensors.items()}, metrics
+
+
+def updated(learner: Learner, case: Case) -> list[dict[str, float]]:
+    """The metrics of a case's updates."""
+    metrics = []
+    for index, seed in enumerate(case.seeds):
+        # A rank of a pipeline has some of the weights.
+        held = dict(learner.policy.trainable()).get("model.layers.1.mlp.up_proj.weight")
+        if index == case.broken_before:
+            kept = None if held is None else held.detach().clone()
+            with torch.no_grad():
+                if held is not None:
+                    held.mul_(math.inf)
+            metrics.append(learner.update(batch_of(seed)))
+            with torch.no_grad():
+                if held is not None and kept is not None:
+                    held.copy_(kept)
+        metrics.append(learner.update(batch_of(seed)))
+    return metrics
 
 
 def group(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ class Learner:
     ) -> None:
         self.policy = policy
         self.ranks = ranks or Alone()
-        self.passes = passes or LocalPasses(policy, self.ranks, config.microbatch_tokens, temperature)
+        self.passes = passes or LocalPasses(policy, Alone(), config.microbatch_tokens, temperature)
         self.config = config
         self.temperature = temperature
         self._rule = importance.rule(config)

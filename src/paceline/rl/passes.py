@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.cotrain.taps import Collector
 from paceline.rl.batch import Batch
 from paceline.rl.policy import Policy
-from paceline.rl.ranks import Ranks
+from paceline.rl.ranks import Dealers
 
 Part = list[int]
 """Rows of a batch that are computed together; empty where others have a micro-batch more."""
@@ -52,7 +52,7 @@ class LocalPasses:
     ``ranks`` deals the micro-batches. The policy may be sharded, where gathering and reducing are its own affair.
     """
 
-    def __init__(self, policy: Policy, ranks: Ranks, max_tokens: int, temperature: float) -> None:
+    def __init__(self, policy: Policy, ranks: Dealers, max_tokens: int, temperature: float) -> None:
         self._policy, self._ranks = policy, ranks
         self._max_tokens, self._temperature = max_tokens, temperature
 

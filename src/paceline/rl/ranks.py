@@ -9,14 +9,18 @@ from paceline.rl import packing
 class Ranks(Protocol):
     """Processes that each hold the whole batch and compute a part of every update on it."""
 
-    def microbatches(self, trees: Sequence[packing.Tree], max_tokens: int) -> list[list[int]]:
-        """Rows of each micro-batch that is computed here; as many on every rank, so some may be empty."""
-
     def total(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """The sums over all ranks, by name; a name may be missing on some of them."""
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' values."""
+
+
+class Dealers(Ranks, Protocol):
+    """Ranks of which each computes whole micro-batches."""
+
+    def microbatches(self, trees: Sequence[packing.Tree], max_tokens: int) -> list[list[int]]:
+        """Rows of each micro-batch that is computed here; as many on every rank, so some may be empty."""
 
 
 class Alone:

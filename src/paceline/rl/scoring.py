@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from paceline.cotrain.taps import Collector
@@ -164,6 +165,26 @@ class Scorer:
 
     def _index(self, values: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.model.device)
+
+
+def token_logprobs(
+    head: nn.Module, states_UH: Tensor, token_U: Tensor, temperature: float, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of a token under the law at each state, and that law's entropy (detached), (U,) each.
+
+    In float32 at least; the law is softmax(logits / temperature). Logits exist for a chunk of rows at a time, backwards
+    too, where ``head`` makes them again.
+    """
+
+    def of(states_RH: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor]:
+        logits_RV = head(states_RH)
+        law_RV = (logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature).log_softmax(-1)
+        return law_RV.gather(1, token_R[:, None])[:, 0], _entropy(law_RV.detach())
+
+    rows = max(1, _CHUNK_ELEMENTS // vocabulary)
+    chunks = zip(states_UH.split(rows), token_U.split(rows), strict=True)
+    logprobs, entropies = zip(*(checkpoint(of, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _entropy(logprobs_UV: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Checkpoints hold whole tensors, and know nothing of how many ranks there were.
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -22,6 +22,7 @@ from paceline.forward.layers import decoder_layers
 from paceline.rl import packing
 from paceline.rl.learner import Learner
 from paceline.rl.models import ModelError
+from paceline.rl.passes import LocalPasses
 from paceline.rl.policy import Policy
 from paceline.rl.ranks import deal
 from paceline.rl.scoring import Scorer
@@ -139,13 +140,7 @@ class ShardedLearner(Learner):
 
     def __init__(self, policy: Policy, config: RLConfig, temperature: float, device: torch.device) -> None:
         ranks = Together(device)
-        first, *others = ranks.gathered(fingerprint(policy).to_bytes(8, "little"))
-        if any(other != first for other in others):
-            unlike = 1 + [other != first for other in others].index(True)
-            raise ModelError(
-                f"policy.path={policy.config.path}: rank {unlike} has other weights than rank 0; give every node "
-                "the same model"
-            )
+        agree(policy, ranks)
         dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in policy.trainable()})
         if len(dtypes) > 1:
             raise ModelError(
@@ -154,7 +149,26 @@ class ShardedLearner(Learner):
             )
         self.sharded = ShardedScorer(policy.scorer, device)
         policy.scorer = self.sharded  # type: ignore[assignment]
-        super().__init__(policy, config, temperature, ranks)
+        passes = LocalPasses(policy, ranks, config.microbatch_tokens, temperature)
+        super().__init__(policy, config, temperature, ranks, passes)
+
+
+class Gathering(Protocol):
+    """Ranks that tell one another bytes."""
+
+    def gathered(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in their order."""
+
+
+def agree(policy: Policy, ranks: Gathering) -> None:
+    """Raises ModelError on every rank where they have different weights."""
+    first, *others = ranks.gathered(fingerprint(policy).to_bytes(8, "little"))
+    if any(other != first for other in others):
+        unlike = 1 + [other != first for other in others].index(True)
+        raise ModelError(
+            f"policy.path={policy.config.path}: rank {unlike} has other weights than rank 0; give every node "
+            "the same model"
+        )
 
 
 def fingerprint(policy: Policy) -> int:
