@@ -227,6 +227,11 @@ class Config(Section):
         buffer = self.rl.overlong_buffer
         require(buffer <= longest, "rl.overlong_buffer", buffer, f"at most sampling.max_tokens ({longest})")
 
+    @property
+    def learner_ranks(self) -> int:
+        """Processes that train the policy together; 1 is the run's own."""
+        return self.cluster.learner_workers * self.parallel.ranks
+
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read ``path`` (None: only defaults), apply ``overrides`` of the form ``section.key=value``.

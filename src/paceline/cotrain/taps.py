@@ -2,18 +2,21 @@
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from paceline.cotrain.documents import Document
+from paceline.cotrain.documents import Document, Text
 from paceline.forward.taps import FINAL, Taps
 from paceline.schema import Tokens
 
 #: A shorter response has no row that counts: its first token needs no draft, and a draft of its second is the first.
 LEAST_RESPONSE = 2
+
+T = TypeVar("T", bound=Text)
 
 
 class Collector:
@@ -66,15 +69,20 @@ class Collector:
             self.tokens += count
 
     def documents(self) -> list[Document]:
-        """What was collected, in an order that depends on the texts alone: by their tokens' bytes, then their prompts.
-
-        So whoever takes every n-th takes the same ones, however the passes were cut.
-        """
-        return sorted(self._documents, key=lambda document: (document.tokens.tobytes(), document.prompt_length))
+        """What was collected, in ``canonical`` order."""
+        return canonical(self._documents)
 
     def close(self) -> None:
         """Take the hooks off the model."""
         self._taps.close()
+
+
+def canonical(documents: Sequence[T]) -> list[T]:
+    """The documents in an order that depends on the texts alone: by their tokens' bytes, then their prompts.
+
+    So whoever takes every n-th takes the same ones, however the passes were cut.
+    """
+    return sorted(documents, key=lambda document: (document.tokens.tobytes(), document.prompt_length))
 
 
 def spread(

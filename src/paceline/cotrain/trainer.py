@@ -116,18 +116,14 @@ class Trainer:
     @property
     def weights(self) -> dict[str, Tensor]:
         """The weights by the names of their checkpoint: live tensors, without a gradient."""
-        own = self.model.checkpoint() if isinstance(self.model, Head) else dict(self.model.named_parameters())
-        return {name: tensor.detach() for name, tensor in own.items()}
+        return weights_of(self.model)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over weights by those names, before the first step or with the state of their optimiser.
 
         WeightsError, with nothing loaded, where they do not fit.
         """
-        if isinstance(self.model, Head):
-            self.model.load_checkpoint(tensors)
-        else:
-            copy_weights(self.model, tensors)
+        load_drafter(self.model, tensors)
 
     def state(self) -> dict[str, Tensor]:
         """The optimiser's state, ``Optimiser.state``."""
@@ -177,6 +173,20 @@ class Trainer:
                 reached *= found[name]
                 expected += reached
         return found | {"expected": expected if parts else math.nan}
+
+
+def weights_of(model: Drafting) -> dict[str, Tensor]:
+    """A drafter's weights by the names of their checkpoint: live tensors, without a gradient."""
+    own = model.checkpoint() if isinstance(model, Head) else dict(model.named_parameters())
+    return {name: tensor.detach() for name, tensor in own.items()}
+
+
+def load_drafter(model: Drafting, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights by those names into a drafter. WeightsError, with nothing loaded, where they do not fit."""
+    if isinstance(model, Head):
+        model.load_checkpoint(tensors)
+    else:
+        copy_weights(model, tensors)
 
 
 def microbatches(documents: Sequence[T], most_tokens: int) -> Iterator[list[T]]:

@@ -2,7 +2,6 @@
 
 import math
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from paceline.config import HEADS, Config, SentinelConfig
 from paceline.cotrain.export import ExportError, stored_head, write_head
-from paceline.cotrain.taps import LEAST_RESPONSE, Collector, spread
-from paceline.cotrain.trainer import Drafting, Trainer
+from paceline.cotrain.taps import LEAST_RESPONSE, spread
+from paceline.cotrain.trainer import Drafting
 from paceline.cotrain.when import Decision, Generation, When
 from paceline.drafters.draft_model import tokenizer_of
 from paceline.drafters.heads import Head
@@ -25,8 +24,9 @@ from paceline.report.folders import put_in_place
 from paceline.rl.batch import Batch
 from paceline.rl.checkpoint import Checkpoint
 from paceline.rl.engine import drafts, head_of
-from paceline.rl.learner import Learner
+from paceline.rl.learner import Learner, computed_rows
 from paceline.rl.policy import Policy
+from paceline.rl.students import LocalStudent, RemoteStudent, Student, Teaching
 from paceline.schema import PacelineError, Rollout
 
 #: Groups of tensors in a checkpoint, and the key of what ``When`` measured.
@@ -45,7 +45,7 @@ def sentinel(config: Config) -> SentinelConfig:
     How long it rests where it is trained when that pays, nobody knows beforehand; canaries watch it all the same.
     """
     own, cotrain = config.engine.sentinel, config.cotrain
-    if not _learns(config):
+    if not learns(config):
         return own
     return replace(own, gap=max(own.gap, cotrain.every if cotrain.when == "every" else _NO_GAP))
 
@@ -68,36 +68,37 @@ class Cotraining:
     """Decides each step whether the drafter is trained, trains it, and hands it to the engine.
 
     Without a model that drafts, or with ``cotrain.when`` never, it does nothing: a drafter that a checkpoint holds is
-    given to the engine all the same. Without a ``learner`` nothing may have to be trained. ModelError, one line, where
-    the model cannot be had.
+    given to the engine all the same. The model learns where ``learner`` is. ModelError, one line, where it cannot be
+    had.
     """
 
     def __init__(
-        self, config: Config, policy: Policy, learner: Learner | None, warn: Warn, tell: Callable[[str], None]
+        self, config: Config, policy: Policy, learner: Learner | Teaching, warn: Warn, tell: Callable[[str], None]
     ) -> None:
         self.config = config
-        self.learner = learner
         self._policy, self._warn, self._tell = policy, warn, tell
         self._when = When(config.cotrain)
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
         self._decision = Decision(False, "never")
-        self._collector: Collector | None = None
+        self._is_due = False
         self._metrics: dict[str, float] = {}
         self._seconds = self._refit_seconds = math.nan
-        self._read_seconds = 0.0
-        self.trainer: Trainer | None = None
-        if _learns(config):
+        self.student: Student | None = None
+        if learns(config):
             model = drafting_model(config, policy)
-            self.trainer = Trainer(model, policy.model, config.cotrain, config.sampling.temperature)
+            if isinstance(learner, Learner):
+                self.student = LocalStudent(model, policy, learner, config)
+            else:
+                self.student = RemoteStudent(model, learner)
 
     # A step, in this order
 
     def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float, steps_left: int) -> None:
         """Whether this step, whose rollouts took so long, trains the drafter; ``steps_left`` come after it."""
-        self._collector, self._metrics = None, {}
-        self._seconds, self._refit_seconds, self._read_seconds = math.nan, math.nan, 0.0
-        if self.trainer is None:
+        self._is_due, self._metrics = False, {}
+        self._seconds = self._refit_seconds = math.nan
+        if self.student is None:
             return
         before, now = self._decision, self._when.decide(step, Generation.of(rollouts, generation_seconds), steps_left)
         self._decision = now
@@ -108,41 +109,31 @@ class Cotraining:
                 f"a training takes {now.train_seconds:.1f} s"
             )
 
-    def collecting(self, batch: Batch) -> tuple[Collector | None, list[int]]:
+    def collecting(self, batch: Batch) -> tuple[Any, list[int]]:
         """What ``Learner.update`` takes beside the batch: who collects, and which rollouts. None where none is due.
 
         Rollouts without advantage are not computed by the update. Where the others hold less than half of the tokens
-        that a training may read, a pass over more is made for the drafter alone, now, so that all that it learns from
-        is the same policy's.
+        that a training may read, a pass over more is made for the drafter alone, so that all that it learns from is
+        the same policy's.
         """
-        if self.trainer is None or self.learner is None or not self._decision.trains:
+        if self.student is None or not self._decision.trains:
             return None, []
-        model, most = self.trainer.model, self.config.cotrain.tokens
-        self._collector = Collector(self._policy.model, model.taps if isinstance(model, Head) else ())
-        self.trainer.teacher.hold()
-        computed = self.learner.computed(batch)
+        self._is_due, most = True, self.config.cotrain.tokens
+        computed = computed_rows(self.config.rl, batch)
         wanted, rows = self._spread(batch, computed, most), self._spread(batch, range(len(batch.prompts)), 0)
         held, whole = (
             sum(len(batch.prompts[row]) + len(batch.responses[row]) for row in some) for some in (wanted, rows)
         )
         most = min(most or whole, whole)
-        if 2 * held < most:
-            started = time.perf_counter()
-            more = self._spread(batch, sorted(set(rows) - set(computed)), most - held)
-            self.learner.read(batch, more, self._collector)
-            self._read_seconds = time.perf_counter() - started
-        return self._collector, wanted
+        more = self._spread(batch, sorted(set(rows) - set(computed)), most - held) if 2 * held < most else []
+        return self.student.lesson(batch, wanted, more), wanted
 
     def train(self) -> None:
         """Train on what was collected, if a training is due."""
-        if self.trainer is None or self._collector is None:
+        if self.student is None or not self._is_due:
             return
-        started, collector = time.perf_counter(), self._collector
-        collector.close()
-        self._metrics = self.trainer.train(collector.documents())
-        self.trainer.teacher.release()
-        self._collector = None
-        self._seconds = time.perf_counter() - started + self._read_seconds
+        taught = self.student.learn()
+        self._metrics, self._seconds = taught.metrics, taught.seconds
         if self._metrics["skipped_not_finite"]:
             self._warn("drafter_not_finite", "the drafter's gradient was not finite; it stays as it was")
 
@@ -190,13 +181,13 @@ class Cotraining:
 
     def held(self) -> tuple[Mapping[str, Tensor] | None, int]:
         """The drafter's weights as they are, None without any, and the policy's version that they are made for."""
-        return (self._held if self.trainer is None else self.trainer.weights) or None, self._version
+        return (self._held if self.student is None else self.student.weights) or None, self._version
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Groups for a checkpoint."""
-        if self.trainer is None:
+        if self.student is None:
             return {WEIGHTS: self._held} if self._held else {}
-        return {WEIGHTS: self.trainer.weights, OPTIMISER: self.trainer.state()}
+        return {WEIGHTS: self.student.weights, OPTIMISER: self.student.state()}
 
     def meta(self) -> dict[str, Any]:
         """What else a checkpoint holds of it."""
@@ -206,15 +197,15 @@ class Cotraining:
         """Go on from a checkpoint; a drafter that does not fit starts anew, as an event. Returns what ``held`` does."""
         meta = found.meta.get(META, {})
         weights = found.tensors.get(WEIGHTS)
-        if weights is None and self.trainer is None:
+        if weights is None and self.student is None:
             return self.held()
         try:
             if weights is None:
                 raise PacelineError("the checkpoint holds no drafter")
-            if self.trainer is None:
+            if self.student is None:
                 self._held = weights
             else:
-                self._restore(self.trainer, weights, found.tensors.get(OPTIMISER))
+                self.student.load(weights, found.tensors.get(OPTIMISER))
                 if "when" in meta:
                     self._when.load_state(meta["when"])
             self._version = int(meta.get("version", 0))
@@ -222,27 +213,18 @@ class Cotraining:
             self._warn("drafter_lost", f"{error}; the drafter starts anew")
         return self.held()
 
-    def _restore(self, trainer: Trainer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor] | None) -> None:
-        before = {name: tensor.clone() for name, tensor in trainer.weights.items()}
-        trainer.load_weights(weights)
-        try:
-            if state is not None:  # None: it was not trained then
-                trainer.load_state(state)
-        except PacelineError:
-            trainer.load_weights(before)
-            raise
-
     def write(self, out: Path) -> None:
         """Write the trained drafter into the folder of the run; an event where that fails."""
-        if self.trainer is None:
+        if self.student is None:
             return
         try:
-            write_drafter(self.trainer.model, out / FOLDER, self._policy, self._version)
+            write_drafter(self.student.model, out / FOLDER, self._policy, self._version)
         except (ExportError, OSError) as error:
             self._warn("drafter_not_written", f"{error}; the last checkpoint holds its weights")
 
 
-def _learns(config: Config) -> bool:
+def learns(config: Config) -> bool:
+    """Whether a run trains a model that drafts."""
     return drafts(config) and config.drafter.model_kind is not None and config.cotrain.when != "never"
 
 

@@ -42,7 +42,7 @@ def make_fleet(
 
 def make_learner(config: Config, policy: Policy) -> RunLearner:
     """The learner that ``config`` asks for, of the policy as it is. PacelineError, one line, where it cannot start."""
-    if config.cluster.learner_workers == 1:
+    if config.learner_ranks == 1:
         return Learner(policy, config.rl, config.sampling.temperature)
     from paceline.rl.cluster.learners import RemoteLearner
 

@@ -73,7 +73,8 @@ class Learner:
         """
         advantages_R = grpo.advantages(batch.rewards, batch.group_ids, self.config.scale_rewards)
         minibatches = self._minibatches(batch)
-        active = [self._active(batch, rows, advantages_R) for rows in minibatches]
+        computed = set(computed_rows(self.config, batch))
+        active = [[row for row in rows if row in computed] for rows in minibatches]
         collecting = None if collector is None else Collecting(collector, frozenset(wanted))
         weighed = self._weighed(batch)
         old_of: dict[int, Tensor] = {}
@@ -89,11 +90,6 @@ class Learner:
             else:
                 sums["skipped_no_advantage"] += 1
         return self._metrics(batch, active, sums)
-
-    def computed(self, batch: Batch) -> list[int]:
-        """The rollouts that an update on ``batch`` computes."""
-        advantages_R = grpo.advantages(batch.rewards, batch.group_ids, self.config.scale_rewards)
-        return self._active(batch, range(len(batch.prompts)), advantages_R)
 
     def read(self, batch: Batch, rows: Sequence[int], collector: Any) -> None:
         """One pass over ``rows`` for the collector alone; the policy stays as it is."""
@@ -120,10 +116,6 @@ class Learner:
         first_seen = {group: i for i, group in reversed(list(enumerate(batch.group_ids)))}
         rows = sorted(range(len(batch.prompts)), key=lambda row: (first_seen[batch.group_ids[row]], row))
         return [part.tolist() for part in np.array_split(rows, self.config.inner_updates) if len(part)]
-
-    def _active(self, batch: Batch, rows: Sequence[int], advantages_R: grpo.Floats) -> list[int]:
-        has_gradient = [bool(self.config.kl_coef or advantage) for advantage in advantages_R]
-        return [row for row in rows if has_gradient[row] and len(batch.responses[row])]
 
     def _weighed(self, batch: Batch) -> frozenset[int]:
         """The rollouts that importance weighs; BatchError where it is not known how likely their tokens were."""
@@ -245,3 +237,9 @@ class Learner:
             "skipped_no_advantage": sums["skipped_no_advantage"],
             "skipped_not_finite": sums["skipped_not_finite"],
         }
+
+
+def computed_rows(config: RLConfig, batch: Batch) -> list[int]:
+    """The rollouts that an update on ``batch`` computes: those that add a gradient."""
+    advantages_R = grpo.advantages(batch.rewards, batch.group_ids, config.scale_rewards)
+    return [row for row, text in enumerate(batch.responses) if len(text) and (config.kl_coef or advantages_R[row])]

@@ -42,7 +42,6 @@ from paceline.rl.fleets import make_fleet, make_learner
 from paceline.rl.generation import Generation
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
-from paceline.rl.learner import Learner
 from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, warnings_told, weights_stale
 from paceline.rl.policy import Policy
 from paceline.rl.records import step_record, trace_rows
@@ -109,9 +108,7 @@ class Run:
         self._engine_events: dict[str, int] = {}
         self.fleet = make_fleet(config, self.policy, out, bool(grammars), self._warn)
         self.generation = Generation(config, self.curriculum, self.fleet, self._judges, self._count)
-        # Several learners see no whole batch, and the configuration allows no drafter to learn beside them.
-        here = self.learner if isinstance(self.learner, Learner) else None
-        self.cotraining = Cotraining(config, self.policy, here, self._warn, tell)
+        self.cotraining = Cotraining(config, self.policy, self.learner, self._warn, tell)
 
     def close(self) -> None:
         """End the judges' workers and release the engine."""

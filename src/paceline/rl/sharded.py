@@ -151,6 +151,17 @@ class ShardedLearner(Learner):
         policy.scorer = self.sharded  # type: ignore[assignment]
         passes = LocalPasses(policy, ranks, config.microbatch_tokens, temperature)
         super().__init__(policy, config, temperature, ranks, passes)
+        #: Whether this rank speaks for all.
+        self.leads = ranks.rank == 0
+
+    @property
+    def passed(self) -> int:
+        """Passes begun so far, on this rank."""
+        return self.sharded.passes
+
+    def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
+        """``Policy.load_state``."""
+        self.policy.load_state(tensors)
 
 
 class Gathering(Protocol):

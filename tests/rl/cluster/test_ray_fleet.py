@@ -9,7 +9,7 @@ import pytest
 
 import failing_verifier
 from failing_verifier import FOLDER
-from paceline.config import ClusterConfig
+from paceline.config import ClusterConfig, Config
 from paceline.rl.cluster import ray_fleet
 from paceline.rl.cluster.ray_fleet import RayFleet
 from paceline.rl.cluster.session import RayCluster
@@ -43,7 +43,7 @@ def faults(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(faults):
-    own = RayCluster(ClusterConfig(kind="ray", rollout_workers=4))
+    own = RayCluster(Config(cluster=ClusterConfig(kind="ray", rollout_workers=4)))
     yield own
     own.close()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import ClusterConfig
+from paceline.config import ClusterConfig, Config
 from paceline.rl.cluster.session import RayCluster
 from paceline.schema import PacelineError
 from ports import free_port
@@ -14,7 +14,7 @@ from ports import free_port
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from paceline.config import ClusterConfig
+from paceline.config import ClusterConfig, Config
 from paceline.rl.cluster.session import RayCluster
 
 def family():
@@ -43,8 +43,8 @@ def listening():
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 yield fields[1].rsplit(":", 1)[0]
 
-first = RayCluster(ClusterConfig(kind="ray", rollout_workers=5))
-second = RayCluster(ClusterConfig(kind="ray", rollout_workers=5))
+first = RayCluster(Config(cluster=ClusterConfig(kind="ray", rollout_workers=5)))
+second = RayCluster(Config(cluster=ClusterConfig(kind="ray", rollout_workers=5)))
 print(*sorted(set(listening())))
 first.close()
 first.close()
@@ -68,18 +68,18 @@ def test_a_cluster_of_its_own_listens_on_loopback_only_and_leaves_no_process():
 
 def test_amounts_that_this_machine_cannot_have_are_refused():
     with pytest.raises(PacelineError, match=r"cluster.resources=\{'tpu': 1.0\} are of a cluster that was started with"):
-        RayCluster(ClusterConfig(kind="ray", resources={"tpu": 1.0}))
+        RayCluster(Config(cluster=ClusterConfig(kind="ray", resources={"tpu": 1.0})))
     with pytest.raises(PacelineError, match=r"cluster.worker_gpus: 2000 GPUs are asked for, there are"):
-        RayCluster(ClusterConfig(kind="ray", worker_gpus=1000.0))
+        RayCluster(Config(cluster=ClusterConfig(kind="ray", worker_gpus=1000.0)))
 
 
 def test_a_cluster_that_is_not_there_is_named():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(PacelineError, match=rf"cluster.address={address}: Ray is not at {address}: .*refused"):
-        RayCluster(ClusterConfig(kind="ray", address=address))
+        RayCluster(Config(cluster=ClusterConfig(kind="ray", address=address)))
 
 
 def test_without_ray_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PacelineError, match=r"cluster.kind=ray: Ray is not installed; pip install 'paceline\[ray\]'"):
-        RayCluster(ClusterConfig(kind="ray"))
+        RayCluster(Config(cluster=ClusterConfig(kind="ray")))

@@ -8,22 +8,22 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from paceline.config import Config
-from paceline.cotrain.taps import Collector
 from paceline.rl.batch import Batch
 from paceline.rl.cluster.codec import decode, encode
-from paceline.rl.cluster.rank import LOOPBACK, OPTIMISER, POLICY, STATE_SECONDS, RankActor, SentBatch, under
+from paceline.rl.cluster.rank import DRAFTER, LOOPBACK, OPTIMISER, POLICY, STATE_SECONDS, RankActor, SentBatch, under
 from paceline.rl.cluster.session import RayCluster, one_line
-from paceline.rl.cluster.transport import Receiver, make_sender
+from paceline.rl.cluster.transport import Parcel, Receiver, make_sender
 from paceline.rl.fleet import Weights
 from paceline.rl.policy import Policy
 from paceline.rl.sharded import fingerprint
+from paceline.rl.students import Lesson, Taught
 from paceline.schema import PacelineError
 
 #: What the cluster may take to find room for the ranks, and they to load the policy and meet.
@@ -47,14 +47,14 @@ class RemoteLearner:
 
     def __init__(self, config: Config, policy: Policy) -> None:
         self.policy = policy
-        self._world = config.cluster.learner_workers
+        self._world = config.learner_ranks
         self._hang_seconds = config.cluster.hang_seconds
         self._updates = 0
         self._actors: list[Any] = []
         self._processes: list[int] = []
         #: The process of each rank, on its node.
         self.pids: list[int] = []
-        self._cluster = RayCluster(config.cluster)
+        self._cluster = RayCluster(config)
         self._ray = self._cluster.ray
         self._sender = make_sender("object")
         try:
@@ -63,18 +63,19 @@ class RemoteLearner:
             self.close()
             raise
 
-    def update(
-        self, batch: Batch, collector: Collector | None = None, wanted: Collection[int] = ()
-    ) -> dict[str, float]:
-        """``Learner.update``; PacelineError for a collector, as no rank sees the whole batch."""
-        if collector is not None or wanted:
-            raise PacelineError("drafters do not learn beside several learners: set cotrain.when=never")
+    def update(self, batch: Batch, lesson: Lesson | None = None, wanted: Collection[int] = ()) -> dict[str, float]:
+        """``Learner.update``; the ranks teach the ``lesson`` too, of the rollouts ``wanted`` and its own."""
         data = self._ray.put(encode(SentBatch.of(batch)))
-        metrics, updates, parcel = self._all("update", data, stalls_after=self._hang_seconds)[0]
-        if updates > self._updates:
-            self.policy.load_state(under(POLICY, Receiver(STATE_SECONDS).receive(parcel).policy))
-        self._updates = updates
-        return decode(dict[str, float], metrics)
+        sent = None if lesson is None else (list(wanted), lesson.more)
+        answers = self._all("update", data, sent, stalls_after=self._hang_seconds)
+        came = self._merged(answer.weights for answer in answers)
+        if answers[0].updates > self._updates:
+            self.policy.load_state(under(POLICY, came))
+        self._updates = answers[0].updates
+        if lesson is not None:
+            lesson.weights = under(DRAFTER, came)
+            lesson.taught = next(decode(Taught, answer.taught) for answer in answers if answer.taught is not None)
+        return decode(dict[str, float], answers[0].metrics)
 
     @property
     def updates(self) -> int:
@@ -83,8 +84,21 @@ class RemoteLearner:
 
     def state(self) -> dict[str, Tensor]:
         """As ``Learner.state``, in the same format; read-only."""
-        parcel = self._all("state", stalls_after=STATE_SECONDS)[0]
-        return under(OPTIMISER, Receiver(STATE_SECONDS).receive(parcel).policy)
+        return under(OPTIMISER, self._merged(self._all("state", stalls_after=STATE_SECONDS)))
+
+    def drafter_state(self) -> dict[str, Tensor]:
+        """The state of the drafter's optimiser; read-only."""
+        return under(DRAFTER, self._merged(self._all("drafter_state", stalls_after=STATE_SECONDS)))
+
+    def load_drafter(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor] | None) -> None:
+        """Give every rank the drafter's weights, and its optimiser's state where there is one.
+
+        PacelineError where they do not fit the ranks' own.
+        """
+        own = {f"{DRAFTER}{name}": tensor for name, tensor in weights.items()}
+        theirs = {f"{OPTIMISER}{name}": tensor for name, tensor in (state or {}).items()}
+        self._all("load_drafter", self._sender.send(Weights(0, own | theirs)), stalls_after=STATE_SECONDS)
+        self._sender.release(0)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """As ``Learner.load_state``; the ranks get the driver's policy with it, so that is loaded before."""
@@ -162,6 +176,14 @@ class RemoteLearner:
         if errors:
             raise self._failed(errors)
         return [answers[rank] for rank in range(self._world)]
+
+    def _merged(self, parcels: Iterable[Parcel | None]) -> dict[str, Tensor]:
+        """The tensors of all ranks that gave some; what two have is the same."""
+        receiver, tensors = Receiver(STATE_SECONDS), dict[str, Tensor]()
+        for parcel in parcels:
+            if parcel is not None:
+                tensors |= receiver.receive(parcel).policy
+        return tensors
 
     def _passes(self) -> list[int | None]:
         """How far each rank is; None for one that does not say."""

@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,20 +15,24 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from paceline.config import Config
+from paceline.cotrain.trainer import Trainer
 from paceline.rl.batch import Batch
 from paceline.rl.cluster.actor import ignore_ctrl_c
 from paceline.rl.cluster.codec import decode, encode
 from paceline.rl.cluster.transport import Parcel, Receiver, make_sender
+from paceline.rl.drafting import learns
 from paceline.rl.fleet import Weights
 from paceline.rl.models import ModelError
+from paceline.rl.parallel.drafting import MeshStudent
+from paceline.rl.parallel.learner import ParallelLearner
 from paceline.rl.policy import Policy, device_of
 from paceline.rl.sharded import ShardedLearner, fingerprint, join
 from paceline.schema import Tokens
 
 #: Where ranks meet that are all on one node.
 LOOPBACK = "127.0.0.1"
-#: What comes before the names of the tensors of the policy, and of its optimiser's state, in a parcel.
-POLICY, OPTIMISER = "policy/", "optimiser/"
+#: What comes before the names of the tensors of the policy, the drafter, and an optimiser's state, in a parcel.
+POLICY, DRAFTER, OPTIMISER = "policy/", "drafter/", "optimiser/"
 #: What gathering or loading the state may take.
 STATE_SECONDS = 600.0
 
@@ -58,6 +62,18 @@ class SentBatch(msgspec.Struct, kw_only=True):
         return Batch(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
+class Answer(NamedTuple):
+    """What a rank says of an update: encoded metrics, optimiser steps taken so far, and what has moved.
+
+    Those give ``weights`` who speak for others, and ``taught``, an encoded ``Taught``, the one where the drafter learns.
+    """
+
+    metrics: bytes
+    updates: int
+    weights: Parcel | None
+    taught: bytes | None = None
+
+
 class RankActor:
     """Rank ``rank`` of the learner of a run's effective ``config``, which is its ``codec.encode``.
 
@@ -69,7 +85,8 @@ class RankActor:
         self._config = decode(Config, config)
         self._rank = rank
         self._sender = make_sender("object")
-        self._learner: ShardedLearner | None = None
+        self._learner: ShardedLearner | ParallelLearner | None = None
+        self._student: MeshStudent | None = None
         self._store: Any = None
 
     def listen(self, host: str) -> int:
@@ -99,24 +116,61 @@ class RankActor:
         device = device_of(self._config.policy.device)
         store = self._store or TCPStore(host, port, is_master=False)
         # The driver sees sooner that a rank hangs; this is for ranks that no driver watches any more.
-        join(self._rank, cluster.learner_workers, PrefixStore(secret, store), device, 2 * cluster.hang_seconds)
-        self._learner = ShardedLearner(policy, self._config.rl, self._config.sampling.temperature, device)
+        config, ranks = self._config, self._config.learner_ranks
+        join(self._rank, ranks, PrefixStore(secret, store), device, 2 * cluster.hang_seconds)
+        temperature = config.sampling.temperature
+        if config.parallel.ranks == 1:
+            self._learner = ShardedLearner(policy, config.rl, temperature, device)
+            return
+        # A drafter may start from any part of the policy.
+        self._student = MeshStudent(config, policy) if learns(config) else None
+        self._learner = ParallelLearner(
+            policy, config.rl, config.parallel, temperature, device, keeps_embeddings=self._student is not None
+        )
+        if self._student is not None:
+            self._student.begin(self._learner)
 
-    def update(self, batch: bytes) -> tuple[bytes, int, Parcel | None]:
-        """``Learner.update``: the metrics, the optimiser steps taken so far, and of rank 0 the weights that train."""
-        learner = self._joined()
-        metrics = learner.update(decode(SentBatch, batch).batch())
-        return encode(metrics), learner.updates, self._given(POLICY, learner.policy.state())
+    def update(self, batch: bytes, lesson: tuple[list[int], list[int]] | None) -> Answer:
+        """``Learner.update``, and with a ``lesson``, ``MeshStudent.update``'s rows, the drafter's too."""
+        learner, taught = self._joined(), None
+        own = decode(SentBatch, batch).batch()
+        if lesson is None or self._student is None:
+            metrics = learner.update(own)
+        else:
+            metrics, taught = self._student.update(own, *lesson)
+        moved = {f"{POLICY}{name}": tensor for name, tensor in learner.policy.state().items()} if learner.leads else {}
+        trainer = self._trainer()
+        teaches = taught is not None and trainer is not None
+        if teaches and trainer is not None:
+            moved |= {f"{DRAFTER}{name}": tensor.cpu() for name, tensor in trainer.weights.items()}
+        return Answer(encode(metrics), learner.updates, self._given(moved), encode(taught) if teaches else None)
 
     def state(self) -> Parcel | None:
-        """``Learner.state``, of rank 0."""
-        return self._given(OPTIMISER, self._joined().state())
+        """``Learner.state``, of those who speak for others."""
+        learner = self._joined()
+        state = learner.state() if learner.leads else {}
+        return self._given({f"{OPTIMISER}{name}": tensor for name, tensor in state.items()})
+
+    def drafter_state(self) -> Parcel | None:
+        """``Trainer.state``, of the rank that speaks for those where the drafter learns."""
+        trainer = self._trainer()
+        state = {} if trainer is None else trainer.state()
+        return self._given({f"{DRAFTER}{name}": tensor for name, tensor in state.items()})
 
     def load_state(self, parcel: Parcel) -> None:
         """Restore policy and optimiser."""
         tensors = Receiver(STATE_SECONDS).receive(parcel).policy
-        self._joined().policy.load_state(under(POLICY, tensors))
+        self._joined().load_policy(under(POLICY, tensors))
         self._joined().load_state(under(OPTIMISER, tensors))
+
+    def load_drafter(self, parcel: Parcel) -> None:
+        """Restore the drafter, and its optimiser's state where the parcel has one."""
+        if self._student is None or self._student.trainer is None:
+            return
+        tensors = Receiver(STATE_SECONDS).receive(parcel).policy
+        self._student.trainer.load_weights(under(DRAFTER, tensors))
+        if state := under(OPTIMISER, tensors):
+            self._student.trainer.load_state(state)
 
     # Beside them, at any time
 
@@ -128,17 +182,21 @@ class RankActor:
 
     def passes(self) -> int:
         """Grows while an update makes progress."""
-        return 0 if self._learner is None else self._learner.sharded.passes
+        return 0 if self._learner is None else self._learner.passed
 
-    def _joined(self) -> ShardedLearner:
+    def _joined(self) -> ShardedLearner | ParallelLearner:
         assert self._learner is not None
         return self._learner
 
-    def _given(self, prefix: str, tensors: Mapping[str, Tensor]) -> Parcel | None:
-        if self._rank:
+    def _trainer(self) -> Trainer | None:
+        """The drafter's, on the rank that speaks for those where it learns."""
+        return self._student.trainer if self._student is not None and self._joined().leads else None
+
+    def _given(self, tensors: Mapping[str, Tensor]) -> Parcel | None:
+        if not tensors:
             return None
         self._sender.release(0)
-        return self._sender.send(Weights(0, {f"{prefix}{name}": tensor for name, tensor in tensors.items()}))
+        return self._sender.send(Weights(0, tensors))
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

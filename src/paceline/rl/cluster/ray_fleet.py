@@ -71,7 +71,7 @@ class RayCrew:
 
     def __init__(self, config: Config, has_grammars: bool) -> None:
         self._config, self._has_grammars = config, has_grammars
-        self._cluster = RayCluster(config.cluster)
+        self._cluster = RayCluster(config)
         self._ray = self._cluster.ray
         try:
             self._group = self._placed()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.config import ClusterConfig
+from paceline.config import ClusterConfig, Config
 from paceline.schema import PacelineError
 
 _LOG = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _NO_OTHER_NODES = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER")
 
 
 class RayCluster:
-    """Connects this process to Ray as ``config`` says; ``close`` ends what was started here.
+    """Connects this process to Ray as the ``run`` says; ``close`` ends what was started here.
 
     The connection ends with the last one that is closed; one that this process had before is used, and left as it is. A
     cluster that is started listens on loopback only, and has as many CPUs as were asked for, also where the machine has
@@ -31,7 +31,8 @@ class RayCluster:
 
     _users = 0
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, run: Config) -> None:
+        config = run.cluster
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if config.address is None:
             # Ray's own choice, 15, is for machines that workers share with what matters more.
@@ -39,14 +40,14 @@ class RayCluster:
         self.ray = import_ray()
         self._is_own = not self.ray.is_initialized() or RayCluster._users > 0
         if not self.ray.is_initialized():
-            self._connect(config)
+            self._connect(config, run.learner_ranks)
         RayCluster._users += self._is_own
         self._head = str(self.ray.get_runtime_context().gcs_address)
         self._misses = 0
         #: Whether its head was lost: no call of Ray's returns then.
         self.is_gone = False
 
-    def _connect(self, config: ClusterConfig) -> None:
+    def _connect(self, config: ClusterConfig, learners: int) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if config.address is not None:
@@ -54,7 +55,7 @@ class RayCluster:
                 self.ray.init(address=config.address, **quiet)
                 return
             with _loopback_only():
-                self.ray.init(address="local", include_dashboard=False, **quiet, **_amounts(config))
+                self.ray.init(address="local", include_dashboard=False, **quiet, **_amounts(config, learners))
         except PacelineError:
             raise
         except Exception as error:  # noqa: BLE001  whatever Ray raises; none of its kinds is promised
@@ -110,21 +111,21 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
 
 
-def _amounts(config: ClusterConfig) -> dict[str, Any]:
+def _amounts(config: ClusterConfig, learners: int) -> dict[str, Any]:
     """What a cluster on this machine has to offer."""
     if config.resources:
         raise PacelineError(
             f"cluster.resources={config.resources} are of a cluster that was started with them; set cluster.address"
         )
-    learners = config.learner_workers if config.learner_workers > 1 else 0
-    gpus = config.rollout_workers * config.worker_gpus + learners * config.learner_gpus
+    learners, workers = learners if learners > 1 else 0, config.rollout_workers if config.kind == "ray" else 0
+    gpus = workers * config.worker_gpus + learners * config.learner_gpus
     if gpus:
         import torch
 
         here = torch.cuda.device_count()
         if gpus > here:
             raise PacelineError(f"cluster.worker_gpus: {gpus:g} GPUs are asked for, there are {here}; ask for less")
-    cpus = math.ceil(config.rollout_workers * config.worker_cpus + learners * config.learner_cpus)
+    cpus = math.ceil(workers * config.worker_cpus + learners * config.learner_cpus)
     cores = os.cpu_count() or 1
     if cpus > cores:
         _LOG.warning("cluster: %d CPUs are asked for, this machine has %d; workers share them", cpus, cores)

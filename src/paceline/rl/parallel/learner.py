@@ -16,7 +16,7 @@ from paceline.rl.sharded import agree
 class ParallelLearner(Learner):
     """A ``Learner`` on all ranks of the default process group, which all call alike.
 
-    ``policy`` is the same on every rank, whole and on ``device``; each keeps the layers of its stages. What ``state``
+    ``policy`` is the same on every rank and whole; each keeps, on ``device``, the layers of its stages. What ``state``
     and the policy give is of those, and what is loaded is taken from what the whole policy has. Raises ModelError on
     every rank where they were given different weights or the policy cannot be cut.
     """
@@ -37,7 +37,18 @@ class ParallelLearner(Learner):
         self.laid = MeshPasses(
             policy, self.mesh, parallel, config.microbatch_tokens, temperature, keeps_embeddings=keeps_embeddings
         )
+        policy.model.to(device)
         super().__init__(policy, config, temperature, ranks, self.laid, self.laid.norm)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for those that hold the same layers."""
+        return self.mesh.leads
+
+    @property
+    def passed(self) -> int:
+        """Passes begun so far, on this rank."""
+        return self.laid.passes
 
     def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over this rank's part of what the whole policy's ``state`` gave; ModelError as ``Policy.load_state``."""
