@@ -1,5 +1,5 @@
-from collections import deque
-from types import SimpleNamespace
+import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,12 +7,25 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from paceline.cotrain.parallel import links
 from paceline.cotrain.parallel.channel import TapChannel
-from paceline.cotrain.parallel.links import Counters, LocalLink, Sender
 from paceline.cotrain.parallel.slots import SCHEDULES, ScheduleError, order_of
 from paceline.cotrain.parallel.stages import split
-from pipelined import CASES, LENGTH, MICROBATCHES, TAPPED, TIED, WORLD, Case, alone, build, on_one_rank, rank_main, step
+from pipelined import (
+    CASES,
+    CASES_OF_FOUR,
+    LENGTH,
+    MICROBATCHES,
+    TIED,
+    TRANSPORTS,
+    WORLD,
+    Case,
+    alone,
+    build,
+    on_one_rank,
+    rank_main,
+    rank_of_four_main,
+    step,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +36,24 @@ def root(tmp_path_factory):
     return root
 
 
-def of_ranks(root, name):
-    """The tensors of both ranks together, without the counters."""
-    tensors = load_file(root / f"{name}-0.safetensors") | load_file(root / f"{name}-1.safetensors")
+@pytest.fixture(scope="module")
+def root_of_four(tmp_path_factory):
+    """Where four ranks have left what they make of theirs."""
+    root = tmp_path_factory.mktemp("pipelined-four")
+    mp.spawn(rank_of_four_main, (str(root),), nprocs=4)
+    return root
+
+
+@functools.cache
+def alone_once(case):
+    return alone(case)
+
+
+def of_ranks(root, name, ranks=WORLD):
+    """The tensors of all ranks together, without the counters."""
+    tensors = {}
+    for rank in range(ranks):
+        tensors |= load_file(root / f"{name}-{rank}.safetensors")
     return {key: value for key, value in tensors.items() if not key.startswith("puts")}
 
 
@@ -35,18 +63,28 @@ def assert_same_bits(actual, expected):
     assert unlike == []
 
 
+def assert_as_alone(root, name, case):
+    expected = alone_once(replace(case, slots="absent", transport="gloo"))
+    if case.slots == "absent":
+        expected = {key: value for key, value in expected.items() if not key.startswith("tap")}
+    assert_same_bits(of_ranks(root, name, case.ranks), expected)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_taps_are_those_of_one_process_bit_for_bit(root, name):
-    expected = alone(CASES[name].order)
-    if CASES[name].slots == "absent":
-        expected = {key: value for key, value in expected.items() if not key.startswith("tap")}
-    assert_same_bits(of_ranks(root, name), expected)
+    assert_as_alone(root, name, CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES_OF_FOUR)
+def test_losses_gradients_and_taps_of_four_ranks_are_those_of_one_process_bit_for_bit(root_of_four, name):
+    assert_as_alone(root_of_four, name, CASES_OF_FOUR[name])
 
 
 @pytest.mark.parametrize("name", TIED)
 def test_tied_embeddings_have_the_gradient_of_one_process_on_every_rank_that_holds_them(root, name):
     order = TIED[name].order
-    expected = alone(order, "llama-tied")["gradient.model.embed_tokens.weight"]
+    expected = alone_once(TIED[name])["gradient.model.embed_tokens.weight"]
     ends = {order.rank_of[0], order.rank_of[order.stages - 1]}
     assert len(ends) == (1 if name.startswith("ZBV") else 2)
     for rank in ends:
@@ -57,14 +95,16 @@ def test_tied_embeddings_have_the_gradient_of_one_process_on_every_rank_that_hol
         assert torch.allclose(tensors["own"], expected, rtol=1e-3) == (len(ends) == 1)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_taps_are_all_at_the_rank_of_the_last_stage(root, name):
-    order = CASES[f"{name}-minimum"].order
-    drafter_rank = order.rank_of[order.stages - 1]
+def test_taps_are_all_at_the_rank_of_the_last_stage(root, name, transport):
+    case = CASES[f"{name}-minimum-{transport}"]
+    drafter_rank = case.order.rank_of[case.order.stages - 1]
     assert drafter_rank == (0 if name in ("ZBVZeroBubble", "DualPipeV") else 1)
     for rank in range(WORLD):
-        taps = [key for key in load_file(root / f"{name}-minimum-{rank}.safetensors") if key.startswith("tap")]
-        assert len(taps) == (MICROBATCHES * len(TAPPED) if rank == drafter_rank else 0)
+        tensors = load_file(root / f"{name}-minimum-{transport}-{rank}.safetensors")
+        taps = [key for key in tensors if key.startswith("tap")]
+        assert len(taps) == (MICROBATCHES * len(case.tapped) if rank == drafter_rank else 0)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.slots != "absent"])
@@ -79,7 +119,7 @@ def test_every_put_is_counted_once_with_its_bytes(root, name):
 
 
 def test_on_the_pipelines_own_group_and_tags_the_loss_is_wrong_without_an_error(root):
-    expected = alone(Case("GPipe").order)
+    expected = alone_once(Case("GPipe"))
     right, wrong = of_ranks(root, "apart"), of_ranks(root, "crossed")
     assert right.keys() == wrong.keys()
     assert_same_bits(right, {key: expected[key] for key in right})
@@ -89,8 +129,9 @@ def test_on_the_pipelines_own_group_and_tags_the_loss_is_wrong_without_an_error(
     assert abs(sum(wrong[key] - expected[key] for key in losses)) > 1e-3
 
 
-def test_a_step_with_one_slot_fewer_than_the_minimum_never_ends(root):
-    told = [(root / f"starved-{rank}.txt").read_text() for rank in range(WORLD)]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_step_with_one_slot_fewer_than_the_minimum_never_ends(root, transport):
+    told = [(root / f"starved-{transport}-{rank}.txt").read_text() for rank in range(WORLD)]
     # The second put of rank 0 waits for the first use, which waits for what rank 0 computes after that put.
     assert told[0].startswith("1 puts, ")
     assert all("Error" in text for text in told)
@@ -101,7 +142,7 @@ def test_a_step_with_one_slot_fewer_than_the_minimum_never_ends(root):
 def test_one_rank_with_all_stages_needs_no_message(schedule):
     case = Case(schedule, "minimum", ranks=1)
     got = {key: value for key, value in on_one_rank(case).items() if not key.startswith("puts")}
-    assert_same_bits(got, alone(case.order))
+    assert_same_bits(got, alone_once(case))
 
 
 def channel_of(order, slots=None, layers=(0,), shape=(1, LENGTH, 16), use=None, stages=None):
@@ -136,42 +177,3 @@ def test_a_micro_batch_of_another_shape_is_refused_in_one_line():
             step(schedule)
     finally:
         dist.destroy_process_group()
-
-
-def test_a_put_into_a_slot_in_use_is_refused():
-    link = LocalLink(torch.empty(2, 3), Counters())
-    for place in range(2):
-        link.put(place, torch.ones(3))
-    with pytest.raises(ScheduleError, match="put 2 of a tap finds its slot in use"):
-        link.put(2, torch.ones(3))
-    link.release(0)
-    link.put(2, torch.full((3,), 2.0))
-    assert link.take(2).tolist() == [2.0] * 3
-    assert link.take(1).tolist() == [1.0] * 3
-
-
-def test_puts_that_wait_for_a_slot_are_counted_and_those_that_find_one_are_not(monkeypatch):
-    clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-
-    class Slow(Sender):
-        """Its peer frees the first slot after 3 s, the next at once, and takes every payload at once."""
-
-        def __init__(self, counters):
-            self._first_tag, self._puts, self._slots, self._counters = 0, 4, 2, counters
-            self._credits, self._sent = deque(), deque()
-
-        def _receive(self, _message, tag):
-            return SimpleNamespace(wait=lambda: setattr(clock, "now_s", clock.now_s + (3.0 if tag == 4 else 1e-5)))
-
-        def _send(self, _message, _tag):
-            return SimpleNamespace(wait=lambda: None)
-
-    counters = Counters()
-    sender = Slow(counters)
-    sender.start()
-    for place, stalls in enumerate([0, 0, 1, 1]):
-        sender.put(place, torch.ones(3))
-        assert counters.stalls == stalls
-    assert counters.stall_s == pytest.approx(3.00001)
-    assert (counters.puts, counters.put_bytes) == (4, 48)

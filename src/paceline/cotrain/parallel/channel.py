@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.hooks import RemovableHandle
 
-from paceline.cotrain.parallel.links import Counters, Inlet, LocalLink, Outlet, Receiver, Sender
+from paceline.cotrain.parallel.links import Counters, Inlet, LocalLink, Outlet, TapError, Way
 from paceline.cotrain.parallel.slots import Order, ScheduleError, deadlocks, free_running, minimum
 from paceline.cotrain.parallel.stages import PolicyStage, stage_of
+from paceline.cotrain.parallel.ways import TapTransport, TapWays
 
 #: Takes a micro-batch's number, the states (B, L, H) of the tapped layers by layer, and the last stage's output.
 Use = Callable[[int, Mapping[int, Tensor], Tensor], None]
@@ -27,7 +28,9 @@ class TapChannel:
     steps of equal times fills, see ``slots.free_running``), where it stays until ``use`` returns. All micro-batches
     have states of ``shape`` (B, L, H) and ``dtype``. ``group`` holds the ranks of the pipeline in their order and is
     the channel's alone: on the pipeline's own group its messages would be taken for activations, without an error.
-    The group needs tags, which NCCL has not. ScheduleError for slots with which ``order`` deadlocks.
+    Over such a group, of gloo, the channel makes its own ways by ``transport``, and closes them; ``TapWays`` in its
+    place serve one channel after the other, and know their transport. ScheduleError for slots with which ``order``
+    deadlocks.
     """
 
     def __init__(
@@ -38,8 +41,9 @@ class TapChannel:
         shape: Sequence[int],
         dtype: torch.dtype,
         use: Use,
-        group: dist.ProcessGroup,
+        group: "dist.ProcessGroup | TapWays",
         slots: Mapping[int, int] | None = None,
+        transport: TapTransport = "auto",
     ) -> None:
         if len(cuts) != order.stages:
             raise ScheduleError(f"a policy cut into {len(cuts)} stages: the schedule has {order.stages}")
@@ -58,7 +62,10 @@ class TapChannel:
         self.counters = {source: Counters() for source in sources}
         self._use = use
         self._shape, self._dtype = tuple(shape), dtype
-        self._group = group
+        if isinstance(group, TapWays) and transport not in ("auto", group.transport):
+            raise TapError(f"taps by {transport}: the channel's ways were made for {group.transport}; make them anew")
+        self._group, self._transport = group, transport
+        self._ways: TapWays | None = None
         self._outlets: dict[int, Outlet] = {}
         self._inlets: dict[int, Inlet] = {}
         self._place = {
@@ -85,6 +92,7 @@ class TapChannel:
         points = module.tap_points()
         for layer in self.made.get(index, ()):
             self._hooks.append(points[layer].register_forward_hook(self._keeper(index, layer), prepend=True))
+        self._prepare(device)
         for source in self.slots if index == self.last else self.slots.keys() & {index}:
             self._connect(source, index, device)
         return TapStage(self, module, index, self.order.stages, device, group, kwargs_of, **examples)
@@ -111,13 +119,14 @@ class TapChannel:
         """Send what was kept of ``stage``; of the last, hand all taps of the micro-batch to ``use``."""
         kept, self._kept = self._kept, {}
         if stage in self.slots:
-            payload = torch.stack([kept[layer] for layer in self.made[stage]])
-            if payload.shape[1:] != self._shape or payload.dtype != self._dtype:
-                raise ScheduleError(
-                    f"micro-batch {microbatch}, stage {stage}: taps of {tuple(payload.shape[1:])} {payload.dtype} "
-                    f"and slots of {self._shape} {self._dtype}; pad every micro-batch to one shape"
-                )
-            self._outlets[stage].put(self._place[stage][microbatch], payload)
+            made = [kept[layer] for layer in self.made[stage]]
+            for states in made:
+                if states.shape != self._shape or states.dtype != self._dtype:
+                    raise ScheduleError(
+                        f"micro-batch {microbatch}, stage {stage}: taps of {tuple(states.shape)} {states.dtype} "
+                        f"and slots of {self._shape} {self._dtype}; pad every micro-batch to one shape"
+                    )
+            self._outlets[stage].put(self._place[stage][microbatch], made)
         if stage == self.last:
             for source, inlet in self._inlets.items():
                 states = inlet.take(self._place[source][microbatch])
@@ -138,21 +147,33 @@ class TapChannel:
         self.finish()
         for hook in self._hooks:
             hook.remove()
+        if self._ways is not None and self._ways is not self._group:
+            self._ways.close()
+
+    def _way(self, source: int) -> Way:
+        source_rank, drafter_rank = self.order.rank_of[source], self.order.rank_of[self.last]
+        shape = len(self.made[source]), *self._shape
+        return Way(source, source_rank, drafter_rank, self.order.microbatches, self.slots[source], shape, self._dtype)
+
+    def _prepare(self, device: torch.device) -> None:
+        """With the first stage of every rank: what the ways need that all ranks make together."""
+        ways = {source: self._way(source) for source in self.slots}
+        if self._ways is None and not all(way.is_local for way in ways.values()):
+            group = self._group
+            self._ways = group if isinstance(group, TapWays) else TapWays(group, device, self._transport)
+            self._ways.prepare(ways)
 
     def _connect(self, source: int, index: int, device: torch.device) -> None:
         """Make the end of ``source``'s way that the stage ``index`` needs."""
-        source_rank, drafter_rank = self.order.rank_of[source], self.order.rank_of[self.last]
-        puts, slots, counters = self.order.microbatches, self.slots[source], self.counters[source]
-        if index == source and source_rank != drafter_rank:
-            self._outlets[source] = Sender(source, puts, slots, drafter_rank, self._group, counters)
-            return
-        if source in self._inlets:
-            return
-        ring_N = torch.empty(slots, len(self.made[source]), *self._shape, dtype=self._dtype, device=device)
-        if source_rank == drafter_rank:
-            self._outlets[source] = self._inlets[source] = LocalLink(ring_N, counters)
-        else:
-            self._inlets[source] = Receiver(source, puts, ring_N, source_rank, self._group, counters)
+        way, counters = self._way(source), self.counters[source]
+        if way.is_local and source not in self._inlets:
+            self._outlets[source] = self._inlets[source] = LocalLink(way.ring_on(device), counters)
+        elif not way.is_local:
+            assert self._ways is not None
+            if index == source:
+                self._outlets[source] = self._ways.outlet(way, counters)
+            else:
+                self._inlets[source] = self._ways.inlet(way, counters)
 
     def _keeper(self, stage: int, layer: int) -> Any:
         def keep(_module: torch.nn.Module, _args: object, output: Any) -> None:

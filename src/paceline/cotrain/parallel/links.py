@@ -1,18 +1,19 @@
-"""One source's way to its landing slots: within a process, or by tagged messages with a credit for every free slot."""
+"""The two ends of one source's way to its landing slots, and the way within a process."""
 
-import time
-from collections import deque
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.cotrain.parallel.slots import ScheduleError
+from paceline.schema import PacelineError
 
-#: A put that waits longer has waited for a slot, not for the message that says that the slot is free.
-STALL_S = 1e-3
+
+class TapError(PacelineError):
+    """A way of taps that cannot be made, or whose other end is lost."""
 
 
 @dataclass
@@ -29,14 +30,48 @@ class Counters:
     late_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Way:
+    """Of one source: the ranks of its ends in their group, the puts of a step, and the slots.
+
+    A slot is of ``shape`` (states, B, L, H) and ``dtype``.
+    """
+
+    source: int
+    source_rank: int
+    drafter_rank: int
+    puts: int
+    slots: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends are on one rank."""
+        return self.source_rank == self.drafter_rank
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * math.prod(self.shape) * self.dtype.itemsize
+
+    def ring_on(self, device: torch.device) -> Tensor:
+        """The slots (slots, states, B, L, H), in memory of their own."""
+        return torch.empty(self.slots, *self.shape, dtype=self.dtype, device=device)
+
+    def ring_in(self, memory: Tensor) -> Tensor:
+        """The slots (slots, states, B, L, H) at the start of ``memory``, which is bytes."""
+        return memory[: self.ring_bytes].view(self.dtype).view(self.slots, *self.shape)
+
+
 class Outlet(Protocol):
     """The source's end of a way; ``place`` counts the puts of a step from 0."""
 
     def start(self) -> None:
         """Begin a step."""
 
-    def put(self, place: int, payload: Tensor) -> None:
-        """Wait until a slot is free, and send."""
+    def put(self, place: int, states: Sequence[Tensor]) -> None:
+        """Wait until a slot is free, and send the states (B, L, H) of the tapped layers."""
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -49,7 +84,7 @@ class Inlet(Protocol):
         """Begin a step."""
 
     def take(self, place: int) -> Tensor:
-        """Wait for a payload: the slot itself, valid until ``release``."""
+        """Wait for a payload: the slot itself (states, B, L, H), valid until ``release``."""
 
     def release(self, place: int) -> None:
         """Free the slot."""
@@ -70,15 +105,15 @@ class LocalLink:
         """Begin a step."""
         self._held.clear()
 
-    def put(self, place: int, payload: Tensor) -> None:
-        """Copy the payload into its slot. ScheduleError where the slot is in use."""
+    def put(self, place: int, states: Sequence[Tensor]) -> None:
+        """Copy the states into their slot. ScheduleError where the slot is in use."""
         slot = place % len(self._ring_N)
         if slot in self._held:
             raise ScheduleError(f"put {place} of a tap finds its slot in use: the schedule runs in another order")
         self._held.add(slot)
-        self._ring_N[slot].copy_(payload)
+        fill(self._ring_N[slot], states)
         self._counters.puts += 1
-        self._counters.put_bytes += payload.nbytes
+        self._counters.put_bytes += self._ring_N[slot].nbytes
 
     def take(self, place: int) -> Tensor:
         """The slot itself, valid until ``release``."""
@@ -92,105 +127,7 @@ class LocalLink:
         """There is nothing to wait for."""
 
 
-class _Tagged:
-    """Messages of one source to and from ``peer``, a rank of ``group``, each with a tag of its own."""
-
-    def __init__(self, source: int, puts: int, peer: int, group: dist.ProcessGroup, counters: Counters) -> None:
-        self._first_tag, self._puts = 2 * source * puts, puts
-        self._peer = dist.get_global_rank(group, peer)
-        self._group = group
-        self._counters = counters
-
-    def _payload_tag(self, place: int) -> int:
-        return self._first_tag + place
-
-    def _credit_tag(self, place: int) -> int:
-        return self._first_tag + self._puts + place
-
-    def _send(self, message: Tensor, tag: int) -> dist.Work:
-        work = dist.isend(message, self._peer, self._group, tag)
-        assert work is not None
-        return work
-
-    def _receive(self, message: Tensor, tag: int) -> dist.Work:
-        work = dist.irecv(message, self._peer, self._group, tag)
-        assert work is not None
-        return work
-
-
-class Sender(_Tagged):
-    """The source's end: a payload leaves when a credit says that its slot is free, and is kept until it has arrived."""
-
-    def __init__(
-        self, source: int, puts: int, slots: int, peer: int, group: dist.ProcessGroup, counters: Counters
-    ) -> None:
-        super().__init__(source, puts, peer, group, counters)
-        self._slots = slots
-        self._credits: deque[tuple[dist.Work, Tensor]] = deque()
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-
-    def start(self) -> None:
-        """Begin a step."""
-        self.finish()
-        for place in range(self._puts - self._slots):
-            credit = torch.empty(1, dtype=torch.uint8)
-            self._credits.append((self._receive(credit, self._credit_tag(place)), credit))
-
-    def put(self, place: int, payload: Tensor) -> None:
-        """Wait until a slot is free, and send."""
-        if place >= self._slots:
-            begun_s = time.perf_counter()
-            self._credits.popleft()[0].wait()
-            self._sent.popleft()[0].wait()
-            waited_s = time.perf_counter() - begun_s
-            self._counters.stall_s += waited_s
-            self._counters.stalls += waited_s > STALL_S
-        self._sent.append((self._send(payload, self._payload_tag(place)), payload))
-        self._counters.puts += 1
-        self._counters.put_bytes += payload.nbytes
-
-    def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
-
-
-class Receiver(_Tagged):
-    """The drafter's end: every free slot of ``ring_N`` has a receive posted, and every release sends a credit."""
-
-    def __init__(
-        self, source: int, puts: int, ring_N: Tensor, peer: int, group: dist.ProcessGroup, counters: Counters
-    ) -> None:
-        super().__init__(source, puts, peer, group, counters)
-        self._ring_N = ring_N
-        self._coming: dict[int, dist.Work] = {}
-        self._credits: list[tuple[dist.Work, Tensor]] = []
-
-    def start(self) -> None:
-        """Begin a step."""
-        self.finish()
-        for place in range(min(len(self._ring_N), self._puts)):
-            self._post(place)
-
-    def take(self, place: int) -> Tensor:
-        """Wait for a payload: the slot itself, valid until ``release``."""
-        begun_s = time.perf_counter()
-        self._coming.pop(place).wait()
-        self._counters.late_s += time.perf_counter() - begun_s
-        return self._ring_N[place % len(self._ring_N)]
-
-    def release(self, place: int) -> None:
-        """Free the slot."""
-        following = place + len(self._ring_N)
-        if following < self._puts:
-            self._post(following)
-            credit = torch.ones(1, dtype=torch.uint8)
-            self._credits.append((self._send(credit, self._credit_tag(place)), credit))
-
-    def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
-        while self._credits:
-            self._credits.pop()[0].wait()
-
-    def _post(self, place: int) -> None:
-        self._coming[place] = self._receive(self._ring_N[place % len(self._ring_N)], self._payload_tag(place))
+def fill(slot: Tensor, states: Sequence[Tensor]) -> None:
+    """Copy the states (B, L, H) of every layer into a slot (states, B, L, H)."""
+    for into, state in zip(slot, states, strict=True):
+        into.copy_(state)
