@@ -138,6 +138,47 @@ def test_a_head_in_bfloat16_has_float32_masters(policy, documents):
     assert 0 < float((master - before).abs().max()) < 1e-4, "less than bfloat16 resolves"
 
 
+class Echo:
+    """Peers that bring as much again, and note what they are asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def total(self, sums):
+        self.asked.append(dict(sums))
+        return {name: 2 * value for name, value in sums.items()}
+
+    def sum_gradients(self, parameters):
+        self.asked.append("gradients")
+        for parameter in parameters:
+            parameter.grad.mul_(2)
+
+
+def test_peers_bring_gradients_before_each_step_and_sums_once_at_the_end(policy, documents):
+    alone, together = trainer_of(policy), trainer_of(policy)
+    together._peers = echo = Echo()
+    wanted, found = alone.train(documents), together.train(documents)
+    assert echo.asked[0] == "gradients"
+    assert len(echo.asked) == 2
+    assert {*echo.asked[1]} == {"loss"} | {
+        f"{name}_{index}" for name in ("loss", "rows", "overlap") for index in (1, 2, 3)
+    }
+    assert found["grad_norm"] == pytest.approx(2 * wanted["grad_norm"], rel=1e-12)
+    assert found["loss"] == 2 * wanted["loss"]
+    assert (found["rows_1"], found["overlap_1"]) == (2 * wanted["rows_1"], wanted["overlap_1"])
+    for name in ("expected", "lr", "tokens", "updates", "skipped_not_finite"):
+        assert found[name] == wanted[name]
+    echo.asked.clear()
+    before = alone.judge(documents)
+    judged = together.judge(documents)
+    assert len(echo.asked) == 1
+    assert judged["rows_2"] == 2 * before["rows_2"]
+    echo.asked.clear()
+    assert math.isnan(together.train([])["loss"])
+    assert math.isnan(together.judge([])["loss"])
+    assert echo.asked == [], "nobody is asked where nobody has anything"
+
+
 def test_gradients_that_are_not_finite_move_nothing(policy, documents):
     trainer = trainer_of(policy)
     before = copies(trainer)
