@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cotrain.losses import Teacher
-from paceline.cotrain.parallel import ttt
+from paceline.cotrain.parallel import documents as shards
 from paceline.cotrain.parallel.layout import LayoutError
 from paceline.cotrain.parallel.transport import simulate
 from paceline.cotrain.parallel.ttt import ContextTest, Shard
@@ -113,7 +113,7 @@ def test_the_comparison_sees_teachers_shifted_where_they_lie(policy, monkeypatch
     documents = documents_of(policy, head.taps)
     loss, _, grads = alone(policy, documents)
 
-    class Shifted(ttt.Layout):
+    class Shifted(shards.Layout):
         def halo(self, rank, reach):
             halo = super().halo(rank, reach)
             there = torch.arange(halo.at_DN.shape[1]).numpy()
@@ -121,7 +121,7 @@ def test_the_comparison_sees_teachers_shifted_where_they_lie(policy, monkeypatch
                 at_N[:] = (there + shift) % max(len(there), 1)
             return halo
 
-    monkeypatch.setattr(ttt, "Layout", Shifted)
+    monkeypatch.setattr(shards, "Layout", Shifted)
     own, _, (own_grads, _) = played(policy, documents, 2)
     assert abs(own - loss) > 1e-4
     assert furthest(own_grads, grads) > 1e-4

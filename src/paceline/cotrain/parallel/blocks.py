@@ -1,22 +1,63 @@
-"""Block heads' attention over the ring: blocks stay with the rank of their anchor, and states go round.
+"""Block heads under context parallelism: blocks stay with the rank of their anchor, and states go round the ring.
 
 A row of a block sees its document's states strictly before the anchor, and the rows of its own block, which are the
 row's own keys of ``RingAttention`` (arXiv 2602.06036). Of another rank's slice a block sees all or nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from paceline.cotrain.block import Batch, BlockObjective, rows_behind
+from paceline.cotrain.parallel.documents import Shard, check_texts
 from paceline.cotrain.parallel.layout import Index, Layout, Piece
-from paceline.cotrain.parallel.ring import RingAttention, RingPlan
+from paceline.cotrain.parallel.ring import RingAttention, RingPlan, extend
 from paceline.cotrain.parallel.tiles import Tile
 from paceline.cotrain.parallel.transport import Transport
 
 NAME = "paceline_ring_blocks"
+
+
+class ContextBlocks:
+    """``BlockObjective`` by the ranks of a context-parallel group, each with the blocks behind its own rows.
+
+    A rank's loss is its masks' part of the sum over the group's denominator, as in ``ContextTest``. Every rank calls
+    alike, one without a block as well. The law that teaches a mask may be of another rank's row.
+    """
+
+    def __init__(self, inner: BlockObjective, transport: Transport) -> None:
+        self._inner, self._transport = inner, transport
+
+    @property
+    def passes(self) -> int:
+        """Masks of a block, by which sums are reported."""
+        return self._inner.block
+
+    def loss(self, shard: Shard, *, denominator: float) -> tuple[Tensor, dict[str, float]]:
+        """As ``BlockObjective.loss``, of this rank's blocks.
+
+        ``denominator`` is that of all documents, ``BlockObjective.count`` summed over data-parallel groups. Raises
+        LayoutError on every rank if they have other tokens, or draw for another update.
+        """
+        texts, layout, rank = shard.texts, shard.layout, self._transport.rank
+        check_texts(texts, layout, self._transport, self._inner.update, shard.states_NS.device)
+        block, anchors = self._inner.block, self._inner.anchors(texts)
+        plan = RingBlocks(layout, anchors, block, self._transport)
+        halo = layout.halo(rank, block - 1)
+        chosen = [own[at] for own, at in zip(anchors, plan.chosen, strict=True)]
+        starts = np.cumsum([0, *layout.lengths])
+        packed_A = _joined([own + start for own, start in zip(chosen, starts, strict=False)])
+        row_A = np.searchsorted(layout.rows(rank), packed_A)
+        state_AK = np.concatenate([np.arange(halo.at_DN.shape[1])[None], halo.at_DN])[:, row_A].T
+        tokens_A = _joined([part[own].astype(np.int64) for part, own in zip(shard.tokens, chosen, strict=True)])
+        position_M = np.concatenate([layout.positions(rank), rows_behind(_joined(chosen), block)])
+        batch = Batch(tokens_A, position_M, state_AK, state_AK >= 0, plan)
+        final_PH = extend(shard.final_NH, halo, self._transport)
+        return self._inner.loss_of(batch, shard.states_NS, final_PH, denominator=denominator)
 
 
 class RingBlocks(RingPlan):
@@ -25,6 +66,8 @@ class RingBlocks(RingPlan):
     ``anchors`` are each document's, rising, all below its length; ``chosen`` are for each document the places among
     them of those that are this rank's, whose rows lie in that order.
     """
+
+    attention: ClassVar[str] = NAME
 
     def __init__(self, layout: Layout, anchors: Sequence[Index], block: int, transport: Transport) -> None:
         self.transport, self.block, self.capacity = transport, block, layout.capacity
@@ -42,6 +85,10 @@ class RingBlocks(RingPlan):
         """Keys or values of the rank's rows as each row's own, (1 + block, N, K, D)."""
         size = 1 + self.block
         return side_NKD.unflatten(0, (-1, size)).repeat_interleave(size, dim=0).transpose(0, 1)
+
+
+def _joined(parts: Sequence[Index]) -> Index:
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 def _within(anchors: Index, piece: Piece) -> range:

@@ -1,45 +1,15 @@
 """Training-time test under context parallelism: each rank has the states of its rows, and all have the tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.cotrain.documents import Document
-from paceline.cotrain.parallel.layout import Index, Layout
+from paceline.cotrain.parallel.documents import Shard, check_texts
+from paceline.cotrain.parallel.layout import Index
+from paceline.cotrain.parallel.peers import TransportPeers
 from paceline.cotrain.parallel.ring import RingBranches, RingPlan, extend
-from paceline.cotrain.parallel.transport import Transport, check_agreement
+from paceline.cotrain.parallel.transport import Transport
 from paceline.cotrain.ttt import Batch, TrainingTimeTest
-from paceline.schema import Tokens, derive_seed
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A rank's part of packed documents: all their tokens and prompts, and the states of its own rows.
-
-    Rows are those that the policy reads, all tokens of a document but the last, laid out by ``layout``. ``states_NS``
-    and ``final_NH`` are of the rank's N rows in their order, otherwise as in ``Document``.
-    """
-
-    tokens: Sequence[Tokens]
-    prompt_lengths: Sequence[int]
-    layout: Layout
-    states_NS: Tensor
-    final_NH: Tensor
-
-    @classmethod
-    def of(cls, documents: Sequence[Document], world: int, rank: int) -> "Shard":
-        """What ``rank`` of ``world`` has of whole documents."""
-        layout = Layout([len(document.tokens) - 1 for document in documents], world)
-        rows_N = torch.from_numpy(layout.rows(rank))
-        states_NS, final_NH = (
-            torch.cat(parts)[rows_N.to(parts[0].device)]
-            for parts in zip(*((document.states_PS, document.final_PH) for document in documents), strict=True)
-        )
-        tokens, prompts = zip(*((document.tokens, document.prompt_length) for document in documents), strict=True)
-        return cls(tokens, prompts, layout, states_NS, final_NH)
 
 
 class ContextTest:
@@ -52,27 +22,26 @@ class ContextTest:
     def __init__(self, inner: TrainingTimeTest, transport: Transport) -> None:
         self._inner, self._transport = inner, transport
 
+    @property
+    def passes(self) -> int:
+        """How many passes there are."""
+        return self._inner.passes
+
     def loss(self, shard: Shard, *, denominator: float) -> tuple[Tensor, dict[str, float]]:
         """As ``TrainingTimeTest.loss``, of this rank's rows.
 
         ``denominator`` is that of all documents, ``TrainingTimeTest.count`` summed over data-parallel groups. Raises
         LayoutError on every rank if they have other tokens.
         """
-        tokens = derive_seed("tokens", *(part.tolist() for part in shard.tokens), list(shard.prompt_lengths))
-        check_agreement(shard.layout, self._transport, tokens, device=shard.states_NS.device)
-        passes = self._inner.passes
-        batch, states_NS = _batch(shard, self._transport, passes)
-        final_PH = extend(shard.final_NH, shard.layout.halo(self._transport.rank, passes), self._transport)
+        check_texts(shard.texts, shard.layout, self._transport, 0, shard.states_NS.device)
+        batch, states_NS = _batch(shard, self._transport, self.passes)
+        final_PH = extend(shard.final_NH, shard.layout.halo(self._transport.rank, self.passes), self._transport)
         return self._inner.loss_of(batch, states_NS, final_PH, denominator=denominator)
 
 
 def sum_gradients(module: nn.Module, transport: Transport) -> None:
-    """Every trained parameter's gradient becomes the sum over the ranks, in place."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            transport.total(parameter.grad)
+    """Every trained parameter's gradient becomes the sum over the ranks; one that no rank has stays None."""
+    TransportPeers(transport).sum_gradients(module.parameters())
 
 
 def _batch(shard: Shard, transport: Transport, passes: int) -> tuple[Batch, Tensor]:
