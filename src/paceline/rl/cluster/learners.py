@@ -27,7 +27,7 @@ from paceline.rl.students import Lesson, Taught
 from paceline.schema import PacelineError
 
 #: What the cluster may take to find room for the ranks, and they to load the policy and meet.
-_PLACE_SECONDS, _START_SECONDS = 60.0, 300.0
+_PLACE_SECONDS, _START_SECONDS = 180.0, 300.0
 #: After one rank failed: for the others, which may say more about why.
 _LAST_WORDS_SECONDS = 3.0
 _POLL_SECONDS = 5.0
