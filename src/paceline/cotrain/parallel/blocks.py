@@ -45,17 +45,9 @@ class ContextBlocks:
         """
         texts, layout, rank = shard.texts, shard.layout, self._transport.rank
         check_texts(texts, layout, self._transport, self._inner.update, shard.states_NS.device)
-        block, anchors = self._inner.block, self._inner.anchors(texts)
-        plan = RingBlocks(layout, anchors, block, self._transport)
-        halo = layout.halo(rank, block - 1)
-        chosen = [own[at] for own, at in zip(anchors, plan.chosen, strict=True)]
-        starts = np.cumsum([0, *layout.lengths])
-        packed_A = _joined([own + start for own, start in zip(chosen, starts, strict=False)])
-        row_A = np.searchsorted(layout.rows(rank), packed_A)
-        state_AK = np.concatenate([np.arange(halo.at_DN.shape[1])[None], halo.at_DN])[:, row_A].T
-        tokens_A = _joined([part[own].astype(np.int64) for part, own in zip(shard.tokens, chosen, strict=True)])
-        position_M = np.concatenate([layout.positions(rank), rows_behind(_joined(chosen), block)])
-        batch = Batch(tokens_A, position_M, state_AK, state_AK >= 0, plan)
+        anchors, halo = self._inner.anchors(texts), layout.halo(rank, self._inner.block - 1)
+        plan = RingBlocks(layout, anchors, self._inner.block, self._transport)
+        batch = _batch(shard, plan, [own[at] for own, at in zip(anchors, plan.chosen, strict=True)], halo.at_DN)
         final_PH = extend(shard.final_NH, halo, self._transport)
         return self._inner.loss_of(batch, shard.states_NS, final_PH, denominator=denominator)
 
@@ -85,6 +77,19 @@ class RingBlocks(RingPlan):
         """Keys or values of the rank's rows as each row's own, (1 + block, N, K, D)."""
         size = 1 + self.block
         return side_NKD.unflatten(0, (-1, size)).repeat_interleave(size, dim=0).transpose(0, 1)
+
+
+def _batch(shard: Shard, plan: RingBlocks, anchors: Sequence[Index], at_DN: Index) -> Batch:
+    """The blocks behind a rank's own ``anchors`` of each document; ``at_DN`` says where the rows behind its own are."""
+    layout, rank = shard.layout, plan.transport.rank
+    starts = np.cumsum([0, *layout.lengths[:-1]])
+    packed_A = _joined([own + start for own, start in zip(anchors, starts, strict=True)])
+    # The first mask is taught at the anchor's own row, and each further one a row behind.
+    at_KN = np.concatenate([np.arange(at_DN.shape[1])[None], at_DN])
+    state_AK = at_KN[:, np.searchsorted(layout.rows(rank), packed_A)].T
+    tokens_A = _joined([part[own].astype(np.int64) for part, own in zip(shard.tokens, anchors, strict=True)])
+    position_M = np.concatenate([layout.positions(rank), rows_behind(_joined(anchors), plan.block)])
+    return Batch(tokens_A, position_M, state_AK, state_AK >= 0, plan)
 
 
 def _joined(parts: Sequence[Index]) -> Index:
