@@ -54,10 +54,37 @@ def test_a_configuration_of_ones_own_is_planned_for(tmp_path: Path) -> None:
     assert "2 passes; 64 sequences of 4096 tokens a step on 2 GPUs, layers not checkpointed" in done.output
 
 
+def test_all_schedules_are_compared_in_one_table_with_what_one_refuses(tmp_path: Path) -> None:
+    arguments = ["--model", "qwen3-8b", "--context", 65536, "--gpus", 8, "--pipeline", 4, "--batch", 4]
+    done = plan(*arguments, "--schedule", "all", "--json", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "plan.json").read_text())
+    table = done.output[done.output.index("Schedules, data ") :]
+    assert len(result["schedules"]) == 7
+    for one in result["schedules"]:
+        name = one["schedule"] + (f" x {one['stages_per_rank']}" if one["stages_per_rank"] > 1 else "")
+        (row,) = (line for line in table.splitlines() if line.startswith(f"{name} "))
+        if one["plan"] is None:
+            assert one["schedule"] in one["objection"]
+            continue
+        cells = row.removeprefix(name).split()
+        own = one["plan"]
+        assert cells[0] == ("checkpointed" if own["checkpointed"] else "whole")
+        assert cells[1:3] == [str(max(own["in_flight"])), f"{own['memory_bytes'] / 2**30:.1f}"]
+        assert cells[3:6] == ["yes" if own["fits"] else "no", str(own["drafter_rank"]), f"{own['relative_time']:.2f}"]
+    assert [one["schedule"] for one in result["schedules"] if one["plan"] is None] == ["DualPipeV"]
+    assert "at least as many" in " ".join(table.split())
+
+
 def test_the_page_shows_what_the_command_prints() -> None:
-    command, shown = re.search(r"^```\n\$ paceline plan (.*)\n((?s:.*?))```", PAGE.read_text(), re.MULTILINE).groups()
-    printed = plan(*command.split()).output
-    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+    """Line by line, but for what the page leaves out at dots."""
+    blocks = re.findall(r"^```\n\$ paceline plan (.*)\n((?s:.*?))```", PAGE.read_text(), re.MULTILINE)
+    assert len(blocks) == 3
+    for command, shown in blocks:
+        printed = "\n".join(line.rstrip() for line in plan(*command.split()).output.splitlines())
+        for part in shown.split("...\n"):
+            assert part.strip("\n") in printed
+            printed = printed[printed.index(part.strip("\n")) :]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +94,12 @@ def test_the_page_shows_what_the_command_prints() -> None:
         (
             ["--model", "qwen3-8b", "--gpus", 8, "--tensor", 3],
             "error: no layout of 8 GPUs is possible: tensor=3 does not divide 8 KV heads\n",
+        ),
+        (["--model", "qwen3-8b", "--schedule", "zbv"], "error: --schedule zbv: no such schedule; "),
+        (["--model", "qwen3-8b", "--stages-per-rank", 2], "error: --stages-per-rank 2: 1F1B has one stage a rank; "),
+        (
+            ["--model", "qwen3-8b", "--gpus", 8, "--pipeline", 8, "--batch", 4],
+            "error: no layout of 8 GPUs is possible: 1F1B of 8 ranks, 8 stages and 4 micro-batches: Number of micro",
         ),
         (["--model", "qwen3-8b", "--memory-gib", -1], "error: --memory-gib -1.0: a GPU's memory is above 0\n"),
         (["--model", "qwen3-8b", "--out", "nowhere/x.png"], "error: --out nowhere/x.png: cannot be written: "),

@@ -22,6 +22,13 @@ def plan(
     tensor: _Axis = None,
     pipeline: _Axis = None,
     expert: _Axis = None,
+    schedule: Annotated[
+        str, typer.Option(metavar="NAME", help="The pipeline's schedule, by torch's name; all: compare them.")
+    ] = "1F1B",
+    stages_per_rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stages of a rank where a schedule takes several; 2.", show_default=False),
+    ] = None,
     drafter: Annotated[Literal["eagle3", "dflash"], typer.Option(help="The drafter's kind.")] = "eagle3",
     drafter_layers: Annotated[
         int | None, typer.Option(min=1, help="Its layers; eagle3: 1, dflash: 5.", show_default=False)
@@ -45,7 +52,8 @@ def plan(
     """Plan a drafter's co-training: memory by kind, bytes moved, and the layouts of GPUs that fit.
 
     Nothing is run: sizes follow from the model's configuration. Layouts that fit come first, the quickest of them on
-    top; axes that are given hold for all.
+    top; axes that are given hold for all. With --schedule all every schedule is tried, and compared on the ranks of the
+    first layout that has a pipeline.
     """
     with one_line_errors():
         from rich.console import Console
@@ -70,7 +78,14 @@ def plan(
             "pipeline": pipeline,
             "expert": expert,
         }
-        result = make_plan(job, axes, memory_gib=memory_gib, hardware=Hardware(node=node))
+        result = make_plan(
+            job,
+            axes,
+            memory_gib=memory_gib,
+            hardware=Hardware(node=node),
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+        )
         console = Console()
         console.print(heading(result), markup=False, highlight=False, soft_wrap=True)
         console.print(verdict(result), markup=False, highlight=False, soft_wrap=True)

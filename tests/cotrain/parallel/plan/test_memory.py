@@ -4,18 +4,20 @@ import msgspec
 import pytest
 
 from paceline.cotrain.parallel.layout import Layout as Packed
+from paceline.cotrain.parallel.plan.activations import layer_gradient_bytes, layer_saved_bytes, norm_saved_bytes
 from paceline.cotrain.parallel.plan.drafter import drafter_for
 from paceline.cotrain.parallel.plan.layouts import Job, Layout, layouts, microbatches, objection, rank_tokens
 from paceline.cotrain.parallel.plan.memory import (
-    stage_memory,
+    rank_memory,
     stage_parameters,
     teacher_logits_bytes,
     trunk_bytes,
 )
 from paceline.cotrain.parallel.plan.shapes import load_shape
 from paceline.cotrain.parallel.plan.taps import states_sent, tap_slots
-from paceline.cotrain.parallel.plan.timing import stage_flops
-from paceline.cotrain.parallel.plan.traffic import ring_backward_bytes, ring_forward_bytes, stage_traffic
+from paceline.cotrain.parallel.plan.timing import Hardware, stage_flops, step_times
+from paceline.cotrain.parallel.plan.traffic import rank_traffic, ring_backward_bytes, ring_forward_bytes
+from paceline.cotrain.parallel.slots import SCHEDULES, free_running, minimum, order_of
 from paceline.schema import PacelineError
 
 GIB = 1 << 30
@@ -27,8 +29,19 @@ def job(model: str, *, kind: str = "eagle3", gpus: int = 256, batch: int = 64, *
     return Job(shape=shape, drafter=drafter_for(shape, kind), context=CONTEXT, batch=batch, gpus=gpus, **options)
 
 
-def ranks(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Layout:
-    return Layout(data=data, context=context, tensor=tensor, pipeline=pipeline, expert=expert)
+def ranks(
+    data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1, schedule: str = "1F1B"
+) -> Layout:
+    each = 1 if schedule in ("GPipe", "1F1B") else 2
+    return Layout(
+        data=data,
+        context=context,
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=expert,
+        schedule=schedule,
+        stages_per_rank=each,
+    )
 
 
 def test_at_256k_the_trunk_is_a_gibibyte_a_layer_and_the_teachers_logits_would_be_74() -> None:
@@ -74,14 +87,14 @@ def test_embeddings_that_are_tied_lie_on_both_ends_of_a_pipeline() -> None:
 
 def test_training_takes_sixteen_bytes_a_weight_over_all_ranks() -> None:
     own, layout = job("llama-3.1-8b", gpus=8), ranks(data=2, context=2, tensor=2)
-    memory = stage_memory(own, layout, 0)
+    memory = rank_memory(own, layout, 0)
     each = memory["weights"] + memory["gradients"] + memory["optimiser"]
     assert each == -(-own.shape.parameters() // 8) * 16
 
 
 def test_context_ranks_divide_what_grows_with_tokens_and_the_ring_takes_two_layers_share() -> None:
     own = job("qwen3-8b", gpus=8)
-    one, eight = (stage_memory(own, ranks(context=world), 0) for world in (1, 8))
+    one, eight = (rank_memory(own, ranks(context=world), 0) for world in (1, 8))
     for kind in ("activations", "trunk K/V", "branch K/V", "taps"):
         assert one[kind] == 8 * eight[kind] > 0
     assert one["ring buffers"] == 0
@@ -92,7 +105,7 @@ def test_checkpointing_leaves_inputs_and_one_layer() -> None:
     own = job("llama-3.1-8b", gpus=8)
     plain = msgspec.structs.replace(own, checkpoint=False)
     layout = ranks(context=8)
-    kept, whole = (stage_memory(each, layout, 0)["activations"] for each in (own, plain))
+    kept, whole = (rank_memory(each, layout, 0)["activations"] for each in (own, plain))
     inputs = 32 * (CONTEXT // 8) * 4096 * 2
     # All layers are alike, so 31 of them are what is not kept.
     layer = (whole - kept + inputs) // 31
@@ -104,18 +117,81 @@ def test_a_stage_holds_micro_batches_of_all_stages_behind_it() -> None:
     own = job("qwen3-8b", batch=64)
     layout = ranks(pipeline=4)
     inputs = 9 * CONTEXT * 4096 * 2
-    first, second = (stage_memory(own, layout, stage)["activations"] for stage in (0, 1))
+    first, second = (rank_memory(own, layout, stage)["activations"] for stage in (0, 1))
     assert first - second == inputs
-    few = msgspec.structs.replace(own, batch=2)
-    assert stage_memory(few, layout, 0)["activations"] == stage_memory(few, layout, 1)["activations"]
 
 
-def test_the_drafter_is_on_the_last_stage_alone() -> None:
-    own, layout = job("qwen3-235b-a22b"), ranks(context=8, pipeline=4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_activations_are_those_of_the_micro_batches_that_the_schedule_holds_at_once(schedule: str) -> None:
+    """Counted by the lives of micro-batches in the schedule's list, stage by stage, without and with checkpoints."""
+    own, layout = job("qwen3-8b", batch=8), ranks(context=8, pipeline=4, schedule=schedule)
+    tokens, count = CONTEXT // 8, 36 // layout.stages + 1
+    layers = [count if stage < 36 % layout.stages else 36 // layout.stages for stage in range(layout.stages)]
+    each, input_ = layer_saved_bytes(own.shape, 0, tokens, 2), tokens * 4096 * 2
+    gradients = layer_gradient_bytes(own.shape, 0, tokens, 2)
+    end = tokens * (norm_saved_bytes(own.shape, 2) + 4 * 4096)
+    is_split = schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    plain = msgspec.structs.replace(own, checkpoint=False)
+    for rank, steps in enumerate(order_of(schedule, 4, layout.stages, 8).steps_R):
+        whole, kept = [0], [0]
+        for stage, kind, _ in steps:
+            last = end if stage == layout.stages - 1 else 0
+            more = layers[stage] * gradients if stage else 0
+            sign = {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+            parted = {"I": more, "W": -more}.get(kind, 0)
+            whole.append(whole[-1] + sign * (layers[stage] * each + last) + parted)
+            kept.append(kept[-1] + sign * (layers[stage] * input_ + last))
+        assert whole[-1] == kept[-1] == 0
+        assert rank_memory(plain, layout, rank)["activations"] == max(whole)
+        assert rank_memory(own, layout, rank)["activations"] == (max(whole) if is_split else max(kept) + each)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_drafter_is_on_the_rank_of_the_last_stage_alone(schedule: str) -> None:
+    own, layout = job("qwen3-235b-a22b"), ranks(context=8, pipeline=4, schedule=schedule)
     kinds = ("drafter", "drafter activations", "trunk K/V", "branch K/V", "taps", "teacher", "tap rings")
-    for stage in range(4):
-        memory = stage_memory(own, layout, stage)
-        assert all((memory[kind] > 0) is (stage == 3) for kind in kinds)
+    home = 0 if schedule in ("ZBVZeroBubble", "DualPipeV") else 3
+    for rank in range(4):
+        memory = rank_memory(own, layout, rank)
+        assert all((memory[kind] > 0) is (rank == home) for kind in kinds)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tap_rings_have_the_slots_that_a_channel_of_the_schedule_makes(schedule: str) -> None:
+    own, layout = job("qwen3-235b-a22b"), ranks(context=8, pipeline=4, schedule=schedule)
+    sent = states_sent(own, layout)
+    order = order_of(schedule, 4, layout.stages, 64)
+    slots = free_running(order, tuple(sent))
+    home = order.rank_of[layout.stages - 1]
+    state = CONTEXT // 8 * 4096 * 2
+    assert rank_memory(own, layout, home)["tap rings"] == state * sum(slots[stage] * sent[stage] for stage in sent)
+    planned = tap_slots(own, layout, step_times(own, layout, Hardware()))
+    assert planned.recommended == slots
+    assert planned.minimum == minimum(order, tuple(sent))
+
+
+def test_in_a_v_neighbours_on_one_rank_and_taps_of_the_drafters_own_rank_send_nothing() -> None:
+    own, state = job("qwen3-235b-a22b"), CONTEXT // 8 * 4096 * 2
+    folded, looped = (ranks(context=8, pipeline=4, schedule=name) for name in ("ZBVZeroBubble", "Interleaved1F1B"))
+    sent = [rank_traffic(own, folded, rank)["pipeline"] for rank in range(4)]
+    # Stages 0 to 7 lie on ranks 0 1 2 3 3 2 1 0: rank 3 hands nothing from its one to its other.
+    assert sent == [64 * edges * state for edges in (2, 4, 4, 2)]
+    assert [rank_traffic(own, looped, rank)["pipeline"] for rank in range(4)] == [
+        64 * edges * state for edges in (3, 4, 4, 3)
+    ]
+    # Taps on layers 1, 46 and 90 of 94, and embeddings: stages 0 (twice), 3 and 7 of eight.
+    assert states_sent(own, folded) == {0: 2, 3: 1}
+    assert [rank_traffic(own, folded, rank)["tap transfers"] for rank in range(4)] == [0, 0, 0, 64 * state]
+    assert [rank_traffic(own, looped, rank)["tap transfers"] for rank in range(4)] == [128 * state, 0, 0, 0]
+
+
+def test_tied_embeddings_that_meet_on_one_rank_are_one() -> None:
+    own = job("qwen3-8b")
+    own = msgspec.structs.replace(own, shape=msgspec.structs.replace(own.shape, tied=True))
+    for schedule, copies in (("DualPipeV", 0), ("LoopedBFS", 1)):
+        layout = ranks(pipeline=2, schedule=schedule)
+        parts = [sum(stage_parameters(own, layout, stage)) for stage in range(4)]
+        assert sum(parts) == own.shape.parameters() + copies * own.shape.matrix
 
 
 def test_tap_rings_have_the_slots_of_the_schedule_for_what_each_stage_sends() -> None:
@@ -123,18 +199,19 @@ def test_tap_rings_have_the_slots_of_the_schedule_for_what_each_stage_sends() ->
     # Taps on layers 1, 46 and 90 of 94, in stages of 24, 24, 23 and 23: the last is made where it is used.
     assert own.drafter.taps == (1, 46, 90)
     assert states_sent(own, layout) == {0: 2, 1: 1}
-    slots = tap_slots(own, layout)
+    slots = tap_slots(own, layout, step_times(own, layout, Hardware()))
     assert (slots.minimum, slots.recommended) == ({0: 1, 1: 1}, {0: 3, 1: 2})
     assert slots.stalls_at_minimum > 0
-    # Eight stages wait for each other: the step takes twice as long.
-    deep = tap_slots(own, ranks(context=8, pipeline=8))
+    # Eight stages wait for each other.
+    eight = ranks(context=8, pipeline=8)
+    deep = tap_slots(own, eight, step_times(own, eight, Hardware()))
     assert deep.minimum == {0: 1, 3: 1}
     assert deep.recommended == {0: 7, 3: 4}
-    assert deep.longer_at_minimum > 0.5 > slots.longer_at_minimum
+    assert deep.longer_at_minimum > slots.longer_at_minimum == deep.longer_at_recommended == 0
     state = CONTEXT // 8 * 4096 * 2
-    assert stage_memory(own, layout, 3)["tap rings"] == (3 * 2 + 2 * 1) * state
+    assert rank_memory(own, layout, 3)["tap rings"] == (3 * 2 + 2 * 1) * state
     count = microbatches(own, layout)
-    assert [stage_traffic(own, layout, stage)["tap transfers"] for stage in range(4)] == [
+    assert [rank_traffic(own, layout, stage)["tap transfers"] for stage in range(4)] == [
         count * 2 * state,
         count * state,
         0,
@@ -144,14 +221,14 @@ def test_tap_rings_have_the_slots_of_the_schedule_for_what_each_stage_sends() ->
 
 def test_one_stage_sends_nothing_along_a_pipeline() -> None:
     own, layout = job("qwen3-8b", gpus=1), ranks()
-    assert set(stage_traffic(own, layout, 0).values()) == {0}
-    assert stage_memory(own, layout, 0)["tap rings"] == 0
-    assert tap_slots(own, layout).recommended == {}
+    assert set(rank_traffic(own, layout, 0).values()) == {0}
+    assert rank_memory(own, layout, 0)["tap rings"] == 0
+    assert tap_slots(own, layout, step_times(own, layout, Hardware())).recommended == {}
 
 
 def test_a_step_sends_each_kind_as_often_as_it_is_used() -> None:
     own, layout = job("qwen3-8b", gpus=8, batch=8), ranks(data=2, context=4)
-    sent, count, share = stage_traffic(own, layout, 0), 4, CONTEXT // 4
+    sent, count, share = rank_traffic(own, layout, 0), 4, CONTEXT // 4
     ring = (2 * ring_forward_bytes(4, share, 1024, 2) + ring_backward_bytes(4, share, 1024, 2)) * 36
     assert sent["policy ring"] == count * ring
     drafter = ring_forward_bytes(4, share, 1024, 2) + ring_backward_bytes(4, share, 1024, 2)
@@ -165,26 +242,40 @@ def test_a_step_sends_each_kind_as_often_as_it_is_used() -> None:
 def test_linear_attention_has_no_ring() -> None:
     own, layout = job("qwen3.5-122b-a10b"), ranks(context=8)
     each = 2 * ring_forward_bytes(8, CONTEXT // 8, 512, 2) + ring_backward_bytes(8, CONTEXT // 8, 512, 2)
-    assert stage_traffic(own, layout, 0)["policy ring"] == 64 * 12 * each
+    assert rank_traffic(own, layout, 0)["policy ring"] == 64 * 12 * each
 
 
 def test_experts_are_gathered_by_those_that_share_them_and_tokens_go_where_they_are() -> None:
     own = job("qwen3-30b-a3b", gpus=8)
-    apart, together = (stage_traffic(own, ranks(context=8, expert=expert), 0) for expert in (8, 1))
+    apart, together = (rank_traffic(own, ranks(context=8, expert=expert), 0) for expert in (8, 1))
     assert together["experts"] == 0
     assert apart["FSDP gathers"] < together["FSDP gathers"] / 4
     states = CONTEXT // 8 * 2048 * 2
     assert apart["experts"] == 64 * 2 * 3 * (48 * 8 * states * 7 // 8)
-    held = [stage_memory(own, ranks(context=8, expert=expert), 0)["gathered"] for expert in (8, 1)]
+    held = [rank_memory(own, ranks(context=8, expert=expert), 0)["gathered"] for expert in (8, 1)]
     assert held[0] < held[1]
 
 
 def test_flops_of_a_short_context_are_six_a_weight_and_token() -> None:
     own = msgspec.structs.replace(job("llama-3.1-8b"), context=128, checkpoint=False)
-    policy, drafter = stage_flops(own, ranks(), 0)
-    multiplied = own.shape.parameters() - own.shape.matrix
-    assert policy == pytest.approx(6 * multiplied * 128, rel=0.01)
-    assert drafter == pytest.approx(128 * (6 * 3 * own.drafter.parameters() + 2 * own.shape.matrix), rel=0.01)
+    flops = stage_flops(own, ranks(), 0)
+    each = 2 * 128 * (own.shape.parameters() - own.shape.matrix)
+    drafter = 128 * (6 * 3 * own.drafter.parameters() + 2 * own.shape.matrix)
+    assert [flops[kind] for kind in "FIW"] == pytest.approx([each + drafter, each, each], rel=0.01)
+
+
+def test_a_backward_in_two_parts_takes_as_long_together_and_the_first_stage_has_the_second_alone() -> None:
+    own, layout = job("qwen3-8b"), ranks(data=2, context=8, pipeline=4, schedule="ZBVZeroBubble")
+    times = step_times(own, layout, Hardware())
+    assert set(times) == {(stage, kind) for stage in range(8) for kind in "FBIW"}
+    for stage in range(8):
+        assert times[stage, "B"] == pytest.approx(times[stage, "I"] + times[stage, "W"])
+        assert (times[stage, "I"] > 0) is (stage > 0)
+    # Attention's backward is by the input alone, and nothing is run again.
+    flops = stage_flops(own, layout, 1)
+    assert flops["I"] - flops["W"] == pytest.approx(2.5 * (flops["F"] - flops["W"]))
+    kept = stage_flops(own, ranks(data=2, context=8, pipeline=8), 1)
+    assert kept["I"] - kept["W"] == pytest.approx(2.5 * (kept["F"] - kept["W"]) + kept["F"])
 
 
 @pytest.mark.parametrize(
@@ -228,27 +319,27 @@ def test_two_layers_are_gathered_at_a_time_and_what_is_outside_of_layers_through
     own = job("llama-3.1-8b", gpus=8)
     shape, layout = own.shape, ranks(data=4, tensor=2)
     layer, ends = shape.dense_parameters(0), 2 * shape.matrix + shape.hidden
-    assert stage_memory(own, layout, 0)["gathered"] == (3 * (layer // 2) + 2 * (ends // 2)) * 2
+    assert rank_memory(own, layout, 0)["gathered"] == (3 * (layer // 2) + 2 * (ends // 2)) * 2
     middle = ranks(data=2, pipeline=4)
-    assert stage_memory(own, middle, 1)["gathered"] == 3 * layer * 2
+    assert rank_memory(own, middle, 1)["gathered"] == 3 * layer * 2
 
 
 def test_the_drafter_is_sharded_over_context_ranks_and_whole_on_tensor_ranks() -> None:
     own = job("llama-3.1-8b", gpus=8)
     parameters = own.drafter.parameters()
     for layout in (ranks(context=4), ranks(data=2, context=2), ranks(data=2, context=2, tensor=2)):
-        assert stage_memory(own, layout, 0)["drafter"] == -(-parameters // 4) * 16 + parameters * 4
+        assert rank_memory(own, layout, 0)["drafter"] == -(-parameters // 4) * 16 + parameters * 4
 
 
 @pytest.mark.parametrize(("is_checkpointed", "exchanges"), [(True, 12), (False, 8)])
 def test_tensor_ranks_exchange_their_states_around_attention_and_mlp(is_checkpointed: bool, exchanges: int) -> None:
     own = job("llama-3.1-8b", gpus=8, batch=3, checkpoint=is_checkpointed)
     states = CONTEXT // 2 * 4096 * 2
-    sent = stage_traffic(own, ranks(context=2, tensor=4), 0)
+    sent = rank_traffic(own, ranks(context=2, tensor=4), 0)
     assert sent["tensor"] == 3 * 32 * exchanges * (states * 3 // 4)
 
 
 def test_stages_hand_states_on_and_gradients_back() -> None:
     own, layout = job("llama-3.1-8b", batch=8), ranks(pipeline=4, tensor=2)
     states = CONTEXT * 4096 * 2 // 2
-    assert [stage_traffic(own, layout, s)["pipeline"] for s in range(4)] == [8 * n * states for n in (1, 2, 2, 1)]
+    assert [rank_traffic(own, layout, s)["pipeline"] for s in range(4)] == [8 * n * states for n in (1, 2, 2, 1)]

@@ -66,6 +66,11 @@ def test_parameters_are_the_published_ones(name: str) -> None:
     assert shape.active_parameters() / 1e9 == pytest.approx(active, rel=0.03)
 
 
+def test_the_text_model_of_122b_has_the_parameters_of_its_published_weights() -> None:
+    """Summed over the shapes of the tensors in the checkpoint."""
+    assert load_shape("qwen3.5-122b-a10b").parameters() == 122_111_526_912
+
+
 def test_a_config_json_is_found_in_its_folder_and_by_its_path(tmp_path: Path) -> None:
     content = FAMILIES["qwen3 with biases"] | {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": None}
     (tmp_path / "config.json").write_text(json.dumps(content))

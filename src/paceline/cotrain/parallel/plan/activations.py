@@ -25,6 +25,28 @@ def layer_saved_bytes(shape: Shape, layer: int, tokens: int, width: int) -> int:
     return tokens * (token + router + chosen + shared) + fixed + 4 * own.count
 
 
+def layer_gradient_bytes(shape: Shape, layer: int, tokens: int, width: int) -> int:
+    """Bytes of gradients that a backward in two parts keeps between them: one before every weight's own product.
+
+    Exact as ``layer_saved_bytes``, to which they come on top: torch frees nothing of a layer before the second part.
+    """
+    b, norm = width, _normed(shape, width)
+    token = 2 * norm * shape.hidden + b * shape.hidden
+    own = shape.linear_attention
+    if shape.linear[layer]:
+        assert own is not None
+        token += b * (2 * (2 * own.key + own.value) + 2 * own.value + 4 * own.value_heads)
+    else:
+        token += b * (shape.q * (2 if shape.gated else 1) + 2 * shape.kv)
+        token += norm * (shape.q + shape.kv) if shape.qk_norm else 0
+    if not shape.sparse[layer]:
+        return tokens * (token + b * (2 * shape.ffn + shape.hidden))
+    mixed = shape.experts
+    assert mixed is not None
+    shared = 2 * mixed.shared + shape.hidden + 1 if mixed.shared else 0
+    return tokens * (token + b * (mixed.count + mixed.active * (2 * mixed.ffn + shape.hidden) + shared))
+
+
 def norm_saved_bytes(shape: Shape, width: int) -> int:
     """Of a token: the state in float32, its inverse norm, and what was made of it before and behind the weight."""
     return (4 + _normed(shape, width) + width) * shape.hidden + 4

@@ -1,10 +1,12 @@
 """A step's time from arithmetic and bytes alone: not a forecast, only what layouts are put in order by."""
 
+from collections.abc import Mapping
+
 import msgspec
 
-from paceline.cotrain.parallel.plan.layouts import Job, Layout, microbatches
+from paceline.cotrain.parallel.plan.layouts import Job, Layout, cuts, is_checkpointed, pipeline
 from paceline.cotrain.parallel.plan.traffic import stage_traffic
-from paceline.cotrain.parallel.stages import split
+from paceline.cotrain.parallel.slots import Timeline, simulate
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,49 +22,74 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     outside: float = 50e9
 
 
-def step_seconds(job: Job, layout: Layout, hardware: Hardware) -> float:
-    """Micro-batches, and what fills and empties the pipeline, times the slowest stage; nothing overlaps."""
-    count = microbatches(job, layout)
-    stages = range(layout.pipeline)
-    slowest = max(
-        _compute_s(job, layout, stage, hardware) + _sending_s(job, layout, stage, hardware) / count for stage in stages
-    )
-    return (count + layout.pipeline - 1) * slowest
+def timeline(job: Job, layout: Layout, step_s: Mapping[tuple[int, str], float]) -> Timeline:
+    """The step as its schedule has it, bubbles among it, with steps of the times ``step_s``; no put of a tap waits."""
+    return simulate(pipeline(job, layout).order, {}, step_s)
 
 
-def stage_flops(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
-    """(policy's, drafter's) of one micro-batch and one stage, over all ranks that share it.
+def idle_share(job: Job, layout: Layout, step_s: Mapping[tuple[int, str], float]) -> float:
+    """Share of the step in which ranks have nothing to compute: the pipeline's bubble, and stages that are shorter."""
+    order = pipeline(job, layout).order
+    busy_s = sum(step_s[stage, kind] for steps in order.steps_R for stage, kind, _ in steps)
+    return 1 - busy_s / (len(order.steps_R) * timeline(job, layout, step_s).total_s)
 
-    Twice the active weights a token and pass, and causal attention's two products; a backward is two forwards, of
-    attention two and a half, and checkpointing adds one.
+
+def step_times(job: Job, layout: Layout, hardware: Hardware) -> dict[tuple[int, str], float]:
+    """Seconds of a step of the schedule, by stage and kind: arithmetic, then sending; nothing overlaps.
+
+    A backward that is in two parts sends its reductions of gradients in the second. Of the first stage, which has no
+    gradient to hand on, the second part is all.
+    """
+    times: dict[tuple[int, str], float] = {}
+    for stage in range(layout.stages):
+        forward, backward = stage_traffic(job, layout, stage)
+        reductions = {"FSDP reductions": backward.pop("FSDP reductions")}
+        parts = zip("FIW", (forward, backward, reductions), strict=True)
+        flops = stage_flops(job, layout, stage)
+        for kind, sent in parts:
+            computed_s = flops[kind] / (hardware.flops * hardware.efficiency)
+            times[stage, kind] = computed_s + _sending_s(sent, layout, hardware)
+        times[stage, "B"] = times[stage, "I"] + times[stage, "W"]
+        if stage == 0:
+            times[stage, "I"], times[stage, "W"] = 0.0, times[stage, "B"]
+    return times
+
+
+def stage_flops(job: Job, layout: Layout, stage: int) -> dict[str, float]:
+    """Of one micro-batch on one rank: forward (F), and backward by the input (I) and by the weights (W).
+
+    Each is twice the active weights a token, and causal attention's two products in the forward and five in the
+    backward by the input; checkpointing adds a forward to the latter. The drafter trains, and its teacher scores,
+    within the forward of the last stage.
     """
     shape, drafter, tokens = job.shape, job.drafter, job.context
-    own = split(shape.layers, layout.pipeline)[stage]
-    passes = (4, 4.5) if job.checkpoint else (3, 3.5)
+    own = cuts(job, layout)[stage]
     weights = 0
     for layer in own:
         weights += shape.dense_parameters(layer)
         if shape.experts is not None and shape.sparse[layer]:
             weights += 3 * shape.hidden * shape.experts.ffn * shape.experts.active
     full = sum(not shape.linear[i] for i in own)
-    policy = passes[0] * 2.0 * weights * tokens + passes[1] * full * 2.0 * tokens**2 * shape.q
-    if stage < layout.pipeline - 1:
-        return policy, 0.0
-    policy += 3 * 2.0 * shape.matrix * tokens
-    rows = drafter.passes * drafter.rows(tokens)
-    head = drafter.parameters() + (0 if drafter.output_parameters else shape.matrix)
-    ours = 3 * 2.0 * head * rows + 3.5 * drafter.layers * 2.0 * rows * tokens * drafter.q
-    return policy, ours + 2.0 * shape.matrix * tokens
+    product, attention = 2.0 * weights * tokens, full * 2.0 * tokens**2 * shape.q
+    again = product + attention if is_checkpointed(job, layout) else 0.0
+    is_last = stage == layout.stages - 1
+    score = 2.0 * shape.matrix * tokens if is_last else 0.0
+    ranks = layout.context * layout.tensor
+    flops = {
+        "F": (product + attention + score) / ranks,
+        "I": (again + product + 2.5 * attention + score) / ranks,
+        "W": (product + score) / ranks,
+    }
+    if is_last:
+        rows = drafter.passes * drafter.rows(tokens)
+        head = drafter.parameters() + (0 if drafter.output_parameters else shape.matrix)
+        trained = 3 * 2.0 * head * rows + 3.5 * drafter.layers * 2.0 * rows * tokens * drafter.q
+        flops["F"] += (trained + score) / layout.context
+    return flops
 
 
-def _compute_s(job: Job, layout: Layout, stage: int, hardware: Hardware) -> float:
-    policy, drafter = stage_flops(job, layout, stage)
-    each = policy / (layout.context * layout.tensor) + drafter / layout.context
-    return each / (hardware.flops * hardware.efficiency)
-
-
-def _sending_s(job: Job, layout: Layout, stage: int, hardware: Hardware) -> float:
-    """Of a step, each kind over the slower link where its ranks do not fit a node."""
+def _sending_s(sent: Mapping[str, int], layout: Layout, hardware: Hardware) -> float:
+    """Each kind over the slower link where its ranks do not fit a node."""
     context = layout.tensor * layout.context
     spans = {
         "policy ring": context,
@@ -76,5 +103,5 @@ def _sending_s(job: Job, layout: Layout, stage: int, hardware: Hardware) -> floa
     apart = 2 * context * layout.data
     return sum(
         bytes_ / (hardware.inside if spans.get(kind, apart) <= hardware.node else hardware.outside)
-        for kind, bytes_ in stage_traffic(job, layout, stage).items()
+        for kind, bytes_ in sent.items()
     )
