@@ -130,7 +130,7 @@ class RemoteLearner:
         if absent:
             free = ray.available_resources()
             raise LearnersError(
-                f"cluster.learner_workers={self._world}: {len(there)} of them came within {_PLACE_SECONDS:g} s; each "
+                f"cluster.learner_workers, parallel: {len(there)} of {self._world} learners came in {_PLACE_SECONDS:g} s; each "
                 f"needs {cluster.learner_cpus:g} CPU and {cluster.learner_gpus:g} GPU, the cluster has "
                 f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free"
             )
