@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from paceline.cotrain.parallel.stages import EMBEDDINGS, PolicyStage, split, stage_of
 from paceline.forward.pretrained import ModelError
@@ -8,10 +8,28 @@ from paceline.forward.taps import FINAL
 from tiny_policies import VOCABULARY, tiny_config
 
 
+SMALL = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+MIXTURES = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (Qwen2MoeConfig, SMALL | {"shared_expert_intermediate_size": 8}),
+    # Of the three layers the first is dense.
+    "qwen3-moe": (Qwen3MoeConfig, SMALL | {"mlp_only_layers": [0], "decoder_sparse_step": 1}),
+}
+
+
 def policy_of(kind, **changes):
+    if kind in MIXTURES:
+        of_kind, own = MIXTURES[kind]
+        like = tiny_config("llama")
+        shape = ("vocab_size", "initializer_range", "hidden_size", "intermediate_size", "num_hidden_layers")
+        shape += ("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+        # Grouped kernels take no float64.
+        config = of_kind(**{name: getattr(like, name) for name in shape}, **own, experts_implementation="eager")
+    else:
+        config = tiny_config(kind, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float64)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
 def kwargs_of(kind, length):
@@ -30,7 +48,7 @@ def run(stages, tokens_BL, kwargs):
     return states
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "mistral", *MIXTURES])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("packing", ["plain", "packed"])
 def test_stages_compute_the_whole_policys_logits_and_gradients_bit_for_bit(kind, stages, packing):

@@ -19,7 +19,7 @@ EMBEDDINGS = -2
 #: Makes the last stage's output of its states (B, L, H) and the number of the micro-batch.
 Read = Callable[[Tensor, int], Tensor]
 #: Types of models whose decoder is embeddings, layers and a norm, with nothing between them.
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 def split(layers: int, stages: int) -> list[range]:
