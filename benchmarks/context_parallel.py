@@ -1,4 +1,4 @@
-r"""What context parallelism costs and saves a drafter's training: memory, traffic, balance, and one rank at 256k tokens.
+r"""What context parallelism costs and saves a drafter's training: memory, traffic, balance, a rank at 256k tokens.
 
 - head: one step of an EAGLE-3 head (training-time test of three passes, float32) on packed unequal documents,
   by processes over gloo: the ring, all keys gathered, and all keys gathered under a dense mask. Live bytes are
@@ -49,9 +49,10 @@ def of_head(sizes, worlds):
     whole = {row["way"]: row["live_bytes"] for row in rows if row["ranks"] == worlds[0]}
     print(
         f"## A step of an EAGLE-3 head\n\n{sum(sizes.lengths)} tokens in documents of "
-        f"{', '.join(map(str, sizes.lengths))}; hidden {sizes.hidden}, {sizes.heads} query and "
-        f"{sizes.key_heads} key heads of {sizes.head_size}, vocabulary {sizes.vocabulary}, {sizes.passes} passes, float32. Beside what the table shows each rank holds "
-        f"{rows[0]['held_bytes'] / MIB:.1f} MiB of weights, gradients and moments, whatever their number. MiB a rank:"
+        f"{', '.join(map(str, sizes.lengths))}; hidden {sizes.hidden}, {sizes.heads} query and {sizes.key_heads} key "
+        f"heads of {sizes.head_size}, vocabulary {sizes.vocabulary}, {sizes.passes} passes, float32. Beside what the "
+        f"table shows each rank holds {rows[0]['held_bytes'] / MIB:.1f} MiB of weights, gradients and moments, whatever "
+        "their number. MiB a rank:"
     )
     names = "way,ranks,inputs,live at most,of one rank,resident at most,processor s,loss off by,gradients off by"
     table(
