@@ -144,11 +144,13 @@ class TapChannel:
 
     def close(self) -> None:
         """Wait for what is on its way, and take the hooks off the policy."""
-        self.finish()
-        for hook in self._hooks:
-            hook.remove()
-        if self._ways is not None and self._ways is not self._group:
-            self._ways.close()
+        try:
+            self.finish()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            if self._ways is not None and self._ways is not self._group:
+                self._ways.close()
 
     def _way(self, source: int) -> Way:
         source_rank, drafter_rank = self.order.rank_of[source], self.order.rank_of[self.last]

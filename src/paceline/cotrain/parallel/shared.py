@@ -90,15 +90,19 @@ class SharedSender(Sender):
         super().__init__(way, group, counters)
         self._ring_N = way.ring_in(memory)
         self._credited = way.puts
+        self._filled = 0
 
     def finish(self) -> None:
         """Wait until everything that was sent has been used."""
         super().finish()
-        while self._credits:
+        while not self._is_lost and len(self._credits) > self._credited - self._filled:
             self._wait(self._credits.popleft(), "frees slots")
+        self._credits.clear()
+        self._filled = 0
 
     def _give(self, place: int, states: Sequence[Tensor]) -> Posted:
         fill(self._ring_N[place % self._way.slots], states)
+        self._filled += 1
         return self._send(byte(), self._payload_tag(place), self._payloads)
 
 
@@ -114,7 +118,8 @@ class SharedReceiver(Receiver):
 
 
 def _mapped(opened: int, size_bytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(opened, size_bytes), dtype=torch.uint8)
+    # A map of Python's own would keep the file open.
+    return torch.from_file(f"/proc/self/fd/{opened}", shared=True, size=size_bytes, dtype=torch.uint8)
 
 
 def _knows(told_4: Tensor) -> bool:

@@ -29,6 +29,8 @@ class Tagged:
         self._other_rank, self._other = other_rank, dist.get_global_rank(group, other_rank)
         self._payloads = self._group = group
         self._counters = counters
+        # A step was broken off: what is under way still may never come.
+        self._is_lost = False
 
     def _payload_tag(self, place: int) -> int:
         return self._first_tag + place
@@ -51,6 +53,7 @@ class Tagged:
         try:
             posted[0].wait()
         except RuntimeError as error:
+            self._is_lost = True
             raise TapError(
                 f"taps of stage {self._way.source}: rank {self._other_rank} of the pipeline no longer {what}; "
                 f"see its own error ({' '.join(str(error).split())})"
@@ -86,8 +89,8 @@ class Sender(Tagged):
         self._counters.put_bytes += sum(state.nbytes for state in states)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
-        while self._sent:
+        """Wait until everything that was sent has arrived, unless the other end was lost."""
+        while self._sent and not self._is_lost:
             self._wait(self._sent.popleft(), "takes taps")
 
     def _give(self, place: int, states: Sequence[Tensor]) -> Posted:
@@ -124,8 +127,8 @@ class Receiver(Tagged):
             self._credits.append(self._send(byte(), self._credit_tag(place), self._group))
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
-        while self._credits:
+        """Wait until everything that was sent has arrived, unless the other end was lost."""
+        while self._credits and not self._is_lost:
             self._wait(self._credits.pop(), "takes credits")
 
     def _slot(self, place: int) -> Tensor:
