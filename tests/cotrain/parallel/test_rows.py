@@ -14,7 +14,14 @@ from paceline.cotrain.parallel.transport import simulate
 from sharded_cases import _rms_norm
 from tiny_policies import VOCABULARY, tiny_config
 
-KINDS = ("llama", "qwen3", "mistral")
+LAYERS = ["full_attention", "sliding_attention", "full_attention"]
+#: Kinds of policies, all of whose layers look back over everything, or over a window, or some over this and some that.
+KINDS = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {},
+    "qwen3 with windows": {"use_sliding_window": True, "sliding_window": 3, "layer_types": LAYERS},
+}
 WORLDS = (1, 2, 4)
 BARS = {torch.float64: 1e-12, torch.float32: 1e-5}
 LENGTHS = (1, 13, 2, 7, 1)
@@ -23,7 +30,7 @@ LENGTHS = (1, 13, 2, 7, 1)
 def policy_of(kind, dtype):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        policy = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=dtype)
+        policy = AutoModelForCausalLM.from_config(tiny_config(kind.split()[0], **KINDS[kind]), dtype=dtype)
     for module in policy.modules():
         if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_rms_norm, module)
@@ -102,7 +109,7 @@ def test_ranks_together_are_the_whole_policy(policies, kind, dtype):
 @settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.one_of(st.just(1), st.integers(1, 24)), min_size=1, max_size=4),
-    st.sampled_from(KINDS),
+    st.sampled_from(list(KINDS)),
     st.sampled_from(WORLDS),
     st.integers(1, 3),
 )
@@ -118,6 +125,30 @@ def test_of_four_ranks_one_has_the_only_row_and_of_no_document_none_learns(polic
     states_TH, gradients = of_ranks(ranks, [], 4)
     assert len(states_TH) == 0
     assert not any(gradient.any() for gradient in gradients.values())
+
+
+def attended(layout, sides, transport, **options):
+    """One call of the attention, whose options are what a model gives."""
+    options = {"attention_mask": None, "scaling": 0.3} | options
+    return rows.attend(torch.nn.Identity(), *sides, paceline=rows.RingRows(layout, transport), **options)[0]
+
+
+def test_a_pass_without_any_document_sends_nothing():
+    sides = [torch.zeros((1, 2, 1, 8))] * 3
+
+    def play(transport):
+        assert not attended(Layout([], 2), sides, transport).any()
+        return transport.traffic.messages.total()
+
+    assert simulate(2, play) == [0, 0]
+
+
+@pytest.mark.parametrize("scaling", [0.2, 0.7])
+def test_scores_are_scaled_as_the_model_says(scaling):
+    query, key, value = sides = torch.randn((3, 1, 2, 5, 8), generator=torch.Generator().manual_seed(1))
+    out_1LHD = simulate(1, lambda transport: attended(Layout([5], 1), sides, transport, scaling=scaling))[0]
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    torch.testing.assert_close(out_1LHD, wanted.transpose(1, 2))
 
 
 def a_wider_window(plan):
@@ -157,14 +188,9 @@ def test_the_comparison_sees(policies, monkeypatch, fault):
     ids=str,
 )
 def test_an_option_of_a_models_attention_that_is_not_honoured_is_refused(option, says):
-    side_1HLD = torch.zeros((1, 2, 3, 8), dtype=torch.float64)
-    option = {"attention_mask": None, "sliding_window": None, "softcap": None} | option
-
-    def play(transport):
-        ring = rows.RingRows(Layout([3], 1), transport)
-        return rows.attend(torch.nn.Identity(), side_1HLD, side_1HLD, side_1HLD, paceline=ring, **option)
+    sides = [torch.zeros((1, 2, 3, 8))] * 3
+    unused = {"sliding_window": None, "softcap": None, "s_aux": None}
 
     with pytest.raises(NotImplementedError, match=says):
-        simulate(1, play)
-    option |= {"attention_mask": None, "dropout": 0.0, "softcap": None, "s_aux": None}
-    assert simulate(1, play)[0][0].shape == (1, 3, 2, 8)
+        simulate(1, lambda transport: attended(Layout([3], 1), sides, transport, **unused | option))
+    assert simulate(1, lambda transport: attended(Layout([3], 1), sides, transport, **unused))[0].shape == (1, 3, 2, 8)
