@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -63,9 +64,18 @@ def files():
     ]
 
 
+def lies_in(tensor):
+    """The name of the file that holds a tensor, or none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, end = (int(address, 16) for address in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < end:
+            return line.split(maxsplit=5)[5].strip() if "/memfd" in line else ""
+    raise ValueError("a tensor that lies nowhere")
+
+
 def steps(ways, is_drafter):
-    """Every step of ``STEPS`` on the same ways: slots are released late, so that puts and takes overlap."""
-    taken = {}
+    """Every step of ``STEPS`` on the same ways, the drafter far behind; what it took, and where its slots lay."""
+    taken, kinds = {}, set()
     for number, (puts, slots, shape, dtype) in enumerate(STEPS):
         given = {source: way(source, puts, slots, shape, dtype) for source in SOURCES}
         ways.prepare(given)
@@ -79,21 +89,24 @@ def steps(ways, is_drafter):
         for place in range(puts):
             for source, end in ends.items():
                 if is_drafter:
+                    time.sleep(0.005)
                     slot = end.take(place)
+                    kinds.add(lies_in(slot))
                     taken[f"{number}.{source}.{place}"] = slot.clone()
                     end.release(place)
                 else:
                     end.put(place, payload(number, source, place, shape, dtype))
         for end in ends.values():
             end.finish()
-    return taken
+    return taken, sorted(kinds)
 
 
 def play_steps(root, rank, transport):
     """Rank 0 puts and rank 1 takes; the files of each while the ways are open, and when they are closed."""
     ways = made(transport)
-    save_file(steps(ways, rank == 1), root / f"steps-{transport}-{rank}.safetensors")
-    seen = {"transport": ways.transport, "open": files()}
+    taken, kinds = steps(ways, rank == 1)
+    save_file(taken, root / f"steps-{transport}-{rank}.safetensors")
+    seen = {"transport": ways.transport, "kinds": kinds, "open": files()}
     dist.barrier()
     ways.close()
     seen["closed"] = files()
@@ -181,7 +194,7 @@ def rank_of_five_main(rank, root):
         ways = made(transport, ((0, 1), (2, 3)))
         assert (ways is None) == (rank == 4)
         if ways is not None:
-            save_file(steps(ways, rank % 2 == 1), root / f"pipelines-{transport}-{rank}.safetensors")
+            save_file(steps(ways, rank % 2 == 1)[0], root / f"pipelines-{transport}-{rank}.safetensors")
             ways.close()
     all_ways = {transport: made(transport, ((0, victim),)) for victim, transport in enumerate(TRANSPORTS, 1)}
     for victim, transport in enumerate(TRANSPORTS, 1):

@@ -67,6 +67,7 @@ def test_ways_serve_steps_of_any_shape_one_after_the_other_and_leave_nothing_beh
         assert seen["transport"] == ("shared_memory" if is_shared else transport)
         mapped, held = seen["open"]
         assert mapped == ["/memfd:paceline-taps (deleted)"] * (2 * is_shared)
+        assert seen["kinds"] == ([mapped[0] if is_shared else ""] if rank else [])
         assert held == []
         assert seen["closed"] == [[], []]
 
@@ -186,6 +187,7 @@ def test_puts_that_wait_for_a_slot_are_counted_and_those_that_find_one_are_not(m
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(tagged, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     way = Way(0, 0, 0, 4, 2, (1, 1, 1, 3), torch.float32)
+    tags = []
     waits_s = deque([3.0] + [1e-5] * 3)
 
     class Slow(kind):
@@ -194,7 +196,8 @@ def test_puts_that_wait_for_a_slot_are_counted_and_those_that_find_one_are_not(m
         def _receive(self, message, _tag, _group):
             return SimpleNamespace(wait=lambda: setattr(clock, "now_s", clock.now_s + waits_s.popleft())), message
 
-        def _send(self, message, _tag, _group):
+        def _send(self, message, tag, _group):
+            tags.append(tag)
             return SimpleNamespace(wait=lambda: None), message
 
     counters = Counters()
@@ -207,3 +210,4 @@ def test_puts_that_wait_for_a_slot_are_counted_and_those_that_find_one_are_not(m
     sender.finish()
     assert counters.stall_s == pytest.approx(3.00001)
     assert (counters.puts, counters.put_bytes) == (4, 48)
+    assert tags == ([0] * 4 if kind is OrderedSender else [0, 1, 2, 3])
