@@ -17,8 +17,9 @@ class ParallelConfig(Section):
     ``cluster.learner_workers`` such groups share a batch, so the learner has context x pipeline x learner_workers
     ranks. ``stages`` is how many stages a rank has (0: 1, or 2 where the schedule wants several). An update is cut into
     at least ``microbatches`` (0: as many as the schedule needs), each of at most ``rl.microbatch_tokens`` rows over the
-    whole context group. Taps travel to the drafter's stage by ``taps``; ``tap_slots`` are a source's landing slots (0:
-    as many as never stall).
+    whole context group. The ranks that hold the same layers ``shard`` their weights, gradients and optimiser's state,
+    or each have all of them. Taps travel to the drafter's stage by ``taps``; ``tap_slots`` are a source's landing slots
+    (0: as many as never stall).
     """
 
     context: int = 1
@@ -26,6 +27,7 @@ class ParallelConfig(Section):
     schedule: Schedule = "1F1B"
     stages: int = 0
     microbatches: int = 0
+    shard: bool = False
     taps: Literal["auto", "gloo", "shared_memory", "nccl"] = "auto"
     tap_slots: int = 0
 

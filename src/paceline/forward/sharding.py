@@ -18,16 +18,22 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of the tensor: its memory, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def saved(tensor: Tensor) -> Tensor:
-    """A copy on the CPU; of a sharded tensor rank 0 gets the whole one, and the others an empty one."""
+    """A copy on the CPU; of a sharded tensor the first rank of its mesh gets all, and the others an empty one."""
     return on_first_rank(gathered(tensor.detach()), tensor).cpu().clone()
 
 
 def on_first_rank(whole: Tensor, of: Tensor) -> Tensor:
-    """``whole``, but where ``of``, which it was made from, is sharded, on the CPU of rank 0 and empty on the others."""
+    """``whole``, but where ``of``, which it was made from, is sharded, on the CPU of its first rank and else empty."""
     if not isinstance(of, DTensor):
         return whole
-    return whole.flatten()[:0].cpu() if of.device_mesh.get_rank() else whole.cpu()
+    is_first = not any(of.device_mesh.get_coordinate() or ())
+    return whole.cpu() if is_first else whole.flatten()[:0].cpu()
 
 
 def placed(whole: Tensor, like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.forward.sharding import is_sharded
 from paceline.rl.sharded import Together
 
 
@@ -48,11 +49,12 @@ class Mesh:
         return self.place.data == self.place.context == 0
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Every gradient becomes the sum over the ranks that hold the same layers."""
+        """Every gradient becomes the sum over the ranks that hold the same layers; of what is sharded it is already."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self.stage)
+            if not is_sharded(parameter):
+                dist.all_reduce(parameter.grad, group=self.stage)
 
 
 class MeshRanks:

@@ -1,7 +1,7 @@
 """The passes of a policy that lies on a mesh: micro-batches through a pipeline of stages, attention over a ring."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,17 +13,22 @@ from paceline.config import ParallelConfig
 from paceline.cotrain.parallel.channel import TapChannel
 from paceline.cotrain.parallel.rows import NAME
 from paceline.cotrain.parallel.slots import Order, order_of
-from paceline.cotrain.parallel.stages import PolicyStage, join_tied, split, stage_of
+from paceline.cotrain.parallel.stages import PolicyStage, split, stage_of
 from paceline.cotrain.parallel.transport import GroupTransport
 from paceline.forward.optimiser import norm_of
+from paceline.forward.pretrained import ModelError
+from paceline.forward.sharding import gathered, local
 from paceline.forward.taps import FINAL
 from paceline.rl.batch import Batch
 from paceline.rl.parallel.mesh import Mesh
 from paceline.rl.parallel.rows import MicroBatch, fill, index_tensor
+from paceline.rl.parallel.shards import Shards, add_theirs
 from paceline.rl.passes import Collecting, LossOf, Part
 from paceline.rl.policy import Policy
 from paceline.rl.scoring import token_logprobs
 
+#: What a schedule of several stages a rank does in a pass that learns nothing.
+_OF_FORWARDS = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 #: What becomes of a part at the last stage: its number, log-probabilities and entropies of its tokens, (N,) each.
 _Told = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -62,7 +67,18 @@ class MeshPasses:
         text._attn_implementation = policy.model.config._attn_implementation = NAME
         for module in self.modules.values():
             module.decoder.config._attn_implementation = NAME
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in policy.trainable()})
         self._prune(keeps_embeddings)
+        self._shards: Shards | None = None
+        if config.shard and mesh.stage.size() > 1:
+            if len(dtypes) > 1:
+                raise ModelError(
+                    f"policy.path={policy.config.path}: trains weights in {' and '.join(dtypes)}, which ranks cannot "
+                    "share; set parallel.shard=false"
+                )
+            by_layer = issubclass(get_schedule_class(self._schedule), PipelineScheduleSingle)
+            stages = list(self.modules.values())
+            self._shards = Shards(policy.model, stages, mesh.stage, mesh.device, by_layer=by_layer)
         self._micro: list[MicroBatch] = []
         self._size = 1
         self._entropies: dict[int, Tensor] = {}
@@ -97,7 +113,7 @@ class MeshPasses:
 
         self._run(batch, parts, told, collecting, learns=True)
         self._mesh.sum_gradients([parameter for _, parameter in self._policy.trainable()])
-        join_tied(self._policy.model, self._order(self._least), self._mesh.pipeline)
+        self._join_tied()
 
     def read(self, batch: Batch, rows: Sequence[int], collecting: Collecting) -> None:
         """As the protocol says."""
@@ -111,20 +127,26 @@ class MeshPasses:
         dist.all_reduce(squared, group=self._mesh.pipeline)
         return squared.sqrt()
 
-    # The embeddings that the drafter reads
+    # What the drafter reads
+
+    @contextmanager
+    def whole_head(self) -> Iterator[None]:
+        """Within it the output matrix is whole, and the embeddings are where they are kept: a drafter may read them.
+
+        Every rank of the last stage calls it, outside of a run; each then has both matrices in full beside its shard.
+        """
+        with nullcontext() if self._shards is None else self._shards.whole():
+            yield
 
     def send_embeddings(self) -> None:
         """Where the embeddings train apart from the last stage, its copy becomes what the first stage has."""
         embedding: Any = self._policy.model.get_input_embeddings()
-        order = self._order(self._least)
-        first, last = order.rank_of[0], order.rank_of[self._stages - 1]
-        own = self._mesh.place.pipeline
-        if first == last or own not in (first, last) or self._tied_twice() is not None:
+        peer = self._other_end()
+        if peer is None or self._tied_twice() is not None:
             return
-        peer = dist.get_global_rank(self._mesh.pipeline, last if own == first else first)
-        operation: Any = dist.send if own == first else dist.recv
+        operation: Any = dist.send if self.is_first else dist.recv
         with torch.no_grad():
-            operation(embedding.weight.data, peer, group=self._mesh.pipeline)
+            operation(gathered(embedding.weight.data), peer, group=self._mesh.pipeline)
 
     # A run of the pipeline
 
@@ -148,6 +170,7 @@ class MeshPasses:
             self._mesh.taps,
             self._slots(layers),
         )
+        gathering = nullcontext() if self._shards is None else self._shards.run(learns=learns)
         try:
             stages = [self._stage(channel, stage, learns) for stage in self.modules]
             kind: Any = get_schedule_class(self._schedule)
@@ -158,9 +181,11 @@ class MeshPasses:
                 loss_fn=lambda out_1L, target_1: self._tell(int(target_1[0]), out_1L, told),
                 scale_grads=False,
             )
+            if not learns and not is_single:
+                _leave_out_backward(schedule)
             inputs = (self._inputs(),) if self.is_first else ()
             target = torch.arange(len(parts)) if self.is_last else None
-            with nullcontext() if learns else torch.no_grad():
+            with nullcontext() if learns else torch.no_grad(), gathering:
                 (schedule.step if learns else schedule.eval)(*inputs, target=target, return_outputs=False)
         finally:
             channel.close()
@@ -198,7 +223,7 @@ class MeshPasses:
         logp_U, self._entropies[index] = token_logprobs(
             head, states_1LH[0].index_select(0, place_U), token_U, self._temperature, self._vocabulary
         )
-        return logp_U.new_zeros(self._size).index_copy(0, place_U, logp_U)[None]
+        return logp_U.new_zeros(1, self._size).index_copy(1, place_U, logp_U[None])
 
     def _tell(self, index: int, out_1L: Tensor, told: _Told) -> Tensor:
         """The part's loss, the same on every rank of the context group, of which each has its own rows' gradient."""
@@ -231,13 +256,27 @@ class MeshPasses:
         sources = {stage_of(layer, self.cuts) for layer in layers} - {self._stages - 1}
         return dict.fromkeys(sorted(sources), self._config.tap_slots) if self._config.tap_slots else None
 
+    def _other_end(self) -> int | None:
+        """Of a rank with the first stage or the last, but not both: the rank that has the other, among all."""
+        order = self._order(self._least)
+        ends = {order.rank_of[0], order.rank_of[self._stages - 1]}
+        own = self._mesh.place.pipeline
+        if len(ends) == 1 or own not in ends:
+            return None
+        return dist.get_global_rank(self._mesh.pipeline, *(ends - {own}))
+
+    def _join_tied(self) -> None:
+        """Both copies of tied embeddings get the gradient of the whole policy."""
+        peer, weight = self._other_end(), self._policy.model.get_input_embeddings().weight
+        if peer is not None and self._tied_twice() is not None:
+            add_theirs(local(weight.grad), peer, self._mesh.pipeline)
+
     def _tied_twice(self) -> str | None:
         """The name of tied embeddings of which two ranks have a copy."""
-        order = self._order(self._least)
         model = self._policy.model
         weight: Any = model.get_input_embeddings().weight
         head: Any = model.get_output_embeddings()
-        if head.weight is not weight or order.rank_of[0] == order.rank_of[self._stages - 1]:
+        if head.weight is not weight or self._other_end() is None:
             return None
         return next((name for name, parameter in self._policy.trainable() if parameter is weight), None)
 
@@ -251,3 +290,13 @@ class MeshPasses:
             parameter.requires_grad_(False)
             if not (keeps_embeddings and self.is_last and parameter is embedding.weight):
                 parameter.data = parameter.data.new_empty(0)
+
+
+def _leave_out_backward(schedule: Any) -> None:
+    """Let a schedule of several stages a rank do its forwards alone, in their order.
+
+    Those whose neighbouring stages share a rank hand gradients on even where there are none.
+    """
+    for actions in schedule.pipeline_order_with_comms.values():
+        every = [part for action in actions for part in action.sub_actions or (action,)]
+        actions[:] = [action for action in every if action.computation_type.value in _OF_FORWARDS]

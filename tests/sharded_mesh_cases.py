@@ -1,0 +1,134 @@
+"""The trainings of ``sharded_cases`` on meshes of four ranks that share a stage's weights, and what each rank holds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from paceline.config import ParallelConfig, RLConfig
+from paceline.forward.sharding import local
+from paceline.rl.parallel.learner import ParallelLearner
+from paceline.rl.sharded import join
+from sharded_cases import CASES, CPU, TEMPERATURE, Case, batch_of, group, policy_of, updated
+from tiny_policies import byte_tokenizer, tiny_config
+
+WORLD = 4
+#: Layers of the policies: enough for two stages on each of two ranks, and not equally many on both.
+LAYERS = 5
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A case of ``sharded_cases`` on a mesh of four ranks; what context and pipeline leave over shares the batch."""
+
+    case: str
+    context: int = 2
+    pipeline: int = 2
+    schedule: str = "1F1B"
+    shard: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.case}-{self.context}x{self.pipeline}-{self.schedule}{'' if self.shard else '-replicated'}"
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Its configuration."""
+        return ParallelConfig(
+            context=self.context,
+            pipeline=self.pipeline,
+            schedule=self.schedule,  # type: ignore[arg-type]
+            shard=self.shard,
+        )
+
+
+LAID = [
+    *(Laid("reference", schedule=schedule) for schedule in SCHEDULES),
+    *(Laid("tied", schedule=schedule) for schedule in SCHEDULES),
+    *(Laid("lora", schedule=schedule) for schedule in ("1F1B", "InterleavedZeroBubble", "DualPipeV")),
+    *(Laid(case) for case in ("full", "resumed", "skipped", "bfloat16", "bfloat16-lora")),
+    Laid("bfloat16-lora", shard=False),
+    Laid("bfloat16", schedule="ZBVZeroBubble"),
+    Laid("tied", 4, 1),
+    Laid("stale", 1, 2),
+]
+MEASURED = [replace(laid, shard=shard) for laid in (Laid("full"), Laid("bfloat16")) for shard in (True, False)]
+
+
+def save_deep(directory: Path, kind: str) -> None:
+    """A tiny policy of more layers."""
+    config = tiny_config(kind)
+    config.num_hidden_layers = LAYERS
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+def deep(case: Case) -> Case:
+    """The case with the deeper policy, of which every rank trains something."""
+    lora = None if case.lora is None else structs.replace(case.lora, layers=LAYERS)
+    return replace(case, model=f"{case.model}-deep", lora=lora)
+
+
+def learner_of(laid: Laid, models: Path) -> ParallelLearner:
+    """This rank's learner."""
+    case = deep(CASES[laid.case])
+    config = RLConfig(**({"lr": 0.01, "max_grad_norm": 1e9} | case.settings))
+    return ParallelLearner(policy_of(case, models), config, laid.parallel, TEMPERATURE, CPU)
+
+
+def play(laid: Laid, models: Path, states: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What this rank ends with, and its metrics; of a stage's ranks the first speaks."""
+    case, learner = deep(CASES[laid.case]), learner_of(laid, models)
+    if case.resume is not None:
+        held = load_file(states / f"{case.resume}.safetensors")
+        learner.load_policy(group(held, "policy"))
+        learner.load_state(group(held, "optimiser"))
+    metrics = updated(learner, case)
+    # All ranks of a stage put its weights together.
+    groups = {"policy": learner.policy.state(), "optimiser": learner.state()}
+    tensors = {f"{part}/{name}": t.clone() for part, own in groups.items() for name, t in own.items()}
+    return (
+        tensors if learner.mesh.leads else {},
+        {key: torch.tensor([m[key] for m in metrics], dtype=torch.float64) for key in metrics[0]},
+    )
+
+
+def held_bytes(laid: Laid, models: Path) -> dict[str, torch.Tensor]:
+    """Bytes on this rank between an update's backward and its step: of weights, gradients, optimiser's state."""
+    learner, batch = learner_of(laid, models), batch_of(1)
+    learner.update(batch)
+    parts = learner.laid.parts(batch, list(range(len(batch.prompts))))
+    learner.laid.learn(batch, parts, lambda _, logp_N, __: logp_N.sum())
+    parameters = [parameter for parameter in learner.policy.model.parameters() if parameter.numel()]
+    optimiser = learner.optimiser
+    masters = [own for name, own in optimiser._masters.items() if own is not optimiser._parameters[name]]
+    moments = [value for state in optimiser._adamw.state.values() for value in state.values() if value.ndim]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    kinds = {"weights": parameters, "gradients": gradients, "optimiser": [*masters, *moments]}
+    return {kind: torch.tensor(_bytes(tensors)) for kind, tensors in kinds.items()}
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the memory behind the tensors, each counted once."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (local(t).untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+def rank_main(rank: int, models: Path, states: Path, out: Path, laids: list[Laid], measured: list[Laid]) -> None:
+    """A rank's whole life; results go to ``out``."""
+    torch.set_num_threads(1)
+    join(rank, WORLD, dist.FileStore(str(out / "store"), WORLD), CPU, seconds=60)
+    for laid in laids:
+        tensors, metrics = play(laid, models, states)
+        save_file(tensors, out / f"{laid}-{rank}.safetensors")
+        save_file(metrics, out / f"{laid}-{rank}-metrics.safetensors")
+    for laid in measured:
+        save_file(held_bytes(laid, models), out / f"{laid}-{rank}-bytes.safetensors")
+    dist.destroy_process_group()
