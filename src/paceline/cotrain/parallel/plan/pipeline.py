@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from paceline.config.parallel import SINGLE
 from paceline.cotrain.parallel.slots import SCHEDULES, Order, ScheduleError, Step, order_of
 from paceline.schema import PacelineError
 from paceline.typed_yaml import nearest
@@ -12,8 +13,7 @@ from paceline.typed_yaml import nearest
 DEFAULT_SCHEDULE = "1F1B"
 #: What ``--schedule`` takes for all of them.
 EVERY_SCHEDULE = "all"
-#: Schedules that give every rank one stage, and the stages that others have where no number is given.
-_SINGLE = ("GPipe", "1F1B")
+#: Stages of a rank where no number is given, and a schedule takes several.
 _STAGES_PER_RANK = 2
 
 #: Of one stage: micro-batches whose activations are there, and of these those between a backward's two parts.
@@ -52,10 +52,10 @@ def schedules_named(name: str, stages_per_rank: int | None) -> list[tuple[str, i
     found = {known.lower(): known for known in SCHEDULES}.get(name.lower())
     if found is None and name.lower() != EVERY_SCHEDULE:
         raise PacelineError(f"--schedule {name}: no such schedule{nearest(name, [*SCHEDULES, EVERY_SCHEDULE])}")
-    if found in _SINGLE and stages_per_rank not in (None, 1):
+    if found in SINGLE and stages_per_rank not in (None, 1):
         raise PacelineError(f"--stages-per-rank {stages_per_rank}: {found} has one stage a rank; leave it out")
     each = stages_per_rank or _STAGES_PER_RANK
-    return [(one, 1 if one in _SINGLE else each) for one in (SCHEDULES if found is None else (found,))]
+    return [(one, 1 if one in SINGLE else each) for one in (SCHEDULES if found is None else (found,))]
 
 
 @lru_cache(maxsize=512)
