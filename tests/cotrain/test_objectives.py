@@ -6,7 +6,7 @@ import torch
 from paceline.config import HeadConfig
 from paceline.cotrain.block import BlockObjective
 from paceline.cotrain.losses import Teacher
-from paceline.cotrain.objectives import Distillation, make_objective
+from paceline.cotrain.objectives import Distillation, Drawing, make_objective
 from paceline.cotrain.ttt import TrainingTimeTest
 from paceline.drafters.heads import make_head
 from paceline.forward.pretrained import ModelError
@@ -27,6 +27,15 @@ def test_each_kind_of_model_has_its_objective(policy):
     for kind, objective in kinds.items():
         assert type(make_objective(make_head(kind, HeadConfig(), policy, 0), teacher, **KEYS)) is objective
     assert type(make_objective(tiny("qwen3"), teacher, **KEYS)) is Distillation
+
+
+def test_only_an_objective_that_draws_is_told_the_update(policy):
+    teacher = Teacher.of(policy)
+    kinds = {"eagle3": False, "mtp": False, "block": True}
+    for kind, draws in kinds.items():
+        objective = make_objective(make_head(kind, HeadConfig(), policy, 0), teacher, **KEYS)
+        assert isinstance(objective, Drawing) is draws
+    assert not isinstance(make_objective(tiny("qwen3"), teacher, **KEYS), Drawing)
 
 
 # field K1

@@ -40,10 +40,9 @@ def documents(policy):
     return collector.documents()
 
 
-def trainer_of(policy, model=None, **settings):
-    return Trainer(
-        model or head_of(policy), policy.model, CotrainConfig(**({"lr": 1e-2, "updates": 1} | settings)), 1.0
-    )
+def trainer_of(policy, model=None, peers=None, **settings):
+    config = CotrainConfig(**({"lr": 1e-2, "updates": 1} | settings))
+    return Trainer(model or head_of(policy), policy.model, config, 1.0, peers=peers)
 
 
 def copies(trainer):
@@ -155,8 +154,8 @@ class Echo:
 
 
 def test_peers_bring_gradients_before_each_step_and_sums_once_at_the_end(policy, documents):
-    alone, together = trainer_of(policy), trainer_of(policy)
-    together._peers = echo = Echo()
+    echo = Echo()
+    alone, together = trainer_of(policy), trainer_of(policy, peers=echo)
     wanted, found = alone.train(documents), together.train(documents)
     assert echo.asked[0] == "gradients"
     assert len(echo.asked) == 2

@@ -1,4 +1,4 @@
-"""Every objective under context parallelism against one process's, by simulated ranks and by processes."""
+"""Every objective under context parallelism against one process's, by simulated ranks."""
 
 import numpy as np
 import pytest
@@ -26,8 +26,6 @@ from paceline.cotrain.parallel.transport import simulate
 from paceline.forward.pretrained import ModelError
 from taught import KEYS
 from tiny_models import tiny
-
-PROCESSES = 2
 
 
 @pytest.fixture(scope="module")
