@@ -175,6 +175,12 @@ def test_what_a_schedule_refuses_is_told_in_one_line(options: dict[str, object],
     assert "\n" not in str(told.value)
 
 
+def test_of_layouts_that_are_all_impossible_the_closest_says_why() -> None:
+    # With context=1 data=2 does not divide the batch; with context=2 only the schedule is in the way.
+    with pytest.raises(PacelineError, match="is possible: DualPipeV of 4 ranks, 8 stages and 3 micro-batches"):
+        plan("qwen3-8b", 8, batch=3, pipeline=4, schedule="DualPipeV")
+
+
 def test_the_result_is_json_and_comes_back_equal() -> None:
     for schedule in ("1F1B", "all"):
         result = plan("qwen3-8b", 8, batch=8, schedule=schedule)
