@@ -51,8 +51,8 @@ def of_head(sizes, worlds):
         f"## A step of an EAGLE-3 head\n\n{sum(sizes.lengths)} tokens in documents of "
         f"{', '.join(map(str, sizes.lengths))}; hidden {sizes.hidden}, {sizes.heads} query and {sizes.key_heads} key "
         f"heads of {sizes.head_size}, vocabulary {sizes.vocabulary}, {sizes.passes} passes, float32. Beside what the "
-        f"table shows each rank holds {rows[0]['held_bytes'] / MIB:.1f} MiB of weights, gradients and moments, whatever "
-        "their number. MiB a rank:"
+        f"table shows each rank holds {rows[0]['held_bytes'] / MIB:.1f} MiB of weights, gradients and moments, however "
+        "many there are. MiB a rank:"
     )
     names = "way,ranks,inputs,live at most,of one rank,resident at most,processor s,loss off by,gradients off by"
     table(
@@ -162,6 +162,8 @@ def draw(rows, path):
         axes.set_yscale("log", base=2)
         ticks = [row["ranks"] for row in ring]
         axes.set_xticks(ticks, ticks)
+        sizes = [256, 512, 1024, 2048, 4096]
+        axes.set_yticks(sizes, sizes)
         axes.set_xlabel("ranks")
         axes.set_ylabel("MiB of live tensors a rank, at most")
         axes.legend()

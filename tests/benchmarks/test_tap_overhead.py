@@ -38,6 +38,7 @@ def test_a_row_for_every_schedule_says_its_slots_and_that_puts_and_takes_cost_ti
         order = order_of(row["schedule"], 4, SIZES.stages(row["schedule"]), 8)
         assert row["minimum"]["slots"] == minimum(order, row["sources"])
         assert 0 < row["put"] <= row["recommended"]["overhead"] <= row["minimum"]["overhead"]
+        assert row["worst"] >= row["recommended"]["overhead"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -60,6 +61,14 @@ def test_the_heads_step_is_part_of_the_schedule_with_and_without_taps():
     assert slower["step_s"] == without["step_s"] + 2.0 * SIZES.microbatches
     assert slower["head"] == 2.0 / 3.0
     assert slower["minimum"]["stalls"] > 0
+
+
+def test_the_worst_of_heads_is_found_where_slots_for_equal_stages_are_too_few(monkeypatch):
+    step_s = {(stage, kind): seconds for stage in range(4) for kind, seconds in UNITS.items()}
+    given = "GPipe", SIZES, step_s, 4.0, (script.EMBEDDINGS, 1, 5), NOTHING, NOTHING
+    monkeypatch.setattr(script, "free_running", minimum)
+    added = [script.overhead(*given[:3], 4.0 * share, *given[4:])["recommended"]["overhead"] for share in script.SHARES]
+    assert script.worst(*given) == max(added) > min(added) > 0
 
 
 def test_the_tables_are_printed_from_what_was_measured(found, monkeypatch, capsys, tmp_path):
