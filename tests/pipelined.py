@@ -233,7 +233,7 @@ def crossed(group, own, has_tags):
 
 def starved(transport, group):
     """What a step says that has one slot fewer than the minimum, the refusal being passed by."""
-    case, short_time = Case("Interleaved1F1B"), timedelta(seconds=2)
+    case, short_time = Case("Interleaved1F1B"), timedelta(seconds=3)
     short = dist.new_group(timeout=short_time)
     ways = TapWays.make([range(WORLD)], case.order, CPU, transport, short_time, backend="gloo")
 

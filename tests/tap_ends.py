@@ -131,7 +131,7 @@ def play_unordered(root, rank, transport):
 
 def play_hung(root, rank, transport):
     """Rank 1 takes once and does no more: what rank 0 says."""
-    end, given, ways = ends_of(made(transport, seconds=2), rank == 1, 3, 1, (1, 1, 2, 2), torch.float32)
+    end, given, ways = ends_of(made(transport, seconds=3), rank == 1, 4, 2, (1, 1, 2, 2), torch.float32)
     told = root / f"hung-{transport}.txt"
     if rank == 0:
         told.write_text(lost(end, given, ways))
@@ -200,7 +200,7 @@ def rank_of_five_main(rank, root):
     for victim, transport in enumerate(TRANSPORTS, 1):
         if rank not in (0, victim):
             continue
-        end, given, ways = ends_of(all_ways.pop(transport), rank == victim, 3, 1, (1, 1, 2, 2), torch.float32)
+        end, given, ways = ends_of(all_ways.pop(transport), rank == victim, 4, 2, (1, 1, 2, 2), torch.float32)
         (root / f"files-{transport}-{rank}.json").write_text(json.dumps(files()))
         if rank == victim:
             end.take(0)
