@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from paceline.config import ParallelConfig, RLConfig
+from paceline.cotrain.losses import Teacher
 from paceline.forward.sharding import local
 from paceline.rl.parallel.learner import ParallelLearner
 from paceline.rl.sharded import join
 from sharded_cases import CASES, CPU, TEMPERATURE, Case, batch_of, group, policy_of, updated
-from tiny_policies import byte_tokenizer, tiny_config
+from tiny_policies import VOCABULARY, byte_tokenizer, tiny_config
 
 WORLD = 4
 #: Layers of the policies: enough for two stages on each of two ranks, and not equally many on both.
@@ -49,14 +50,16 @@ class Laid:
 
 LAID = [
     *(Laid("reference", schedule=schedule) for schedule in SCHEDULES),
-    *(Laid("tied", schedule=schedule) for schedule in SCHEDULES),
-    *(Laid("lora", schedule=schedule) for schedule in ("1F1B", "InterleavedZeroBubble", "DualPipeV")),
+    *(Laid("tied", schedule=schedule) for schedule in ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")),
+    *(Laid("lora", schedule=schedule) for schedule in ("GPipe", "DualPipeV")),
     *(Laid(case) for case in ("full", "resumed", "skipped", "bfloat16", "bfloat16-lora")),
     Laid("bfloat16-lora", shard=False),
     Laid("bfloat16", schedule="ZBVZeroBubble"),
     Laid("tied", 4, 1),
     Laid("stale", 1, 2),
 ]
+#: Where what a drafter reads is looked at: ends on two ranks, apart and tied, and on one.
+READ = [Laid("full"), Laid("tied"), Laid("full", schedule="ZBVZeroBubble"), Laid("tied", schedule="DualPipeV")]
 MEASURED = [replace(laid, shard=shard) for laid in (Laid("full"), Laid("bfloat16")) for shard in (True, False)]
 
 
@@ -76,11 +79,12 @@ def deep(case: Case) -> Case:
     return replace(case, model=f"{case.model}-deep", lora=lora)
 
 
-def learner_of(laid: Laid, models: Path) -> ParallelLearner:
+def learner_of(laid: Laid, models: Path, *, keeps_embeddings: bool = False) -> ParallelLearner:
     """This rank's learner."""
     case = deep(CASES[laid.case])
     config = RLConfig(**({"lr": 0.01, "max_grad_norm": 1e9} | case.settings))
-    return ParallelLearner(policy_of(case, models), config, laid.parallel, TEMPERATURE, CPU)
+    policy = policy_of(case, models)
+    return ParallelLearner(policy, config, laid.parallel, TEMPERATURE, CPU, keeps_embeddings=keeps_embeddings)
 
 
 def play(laid: Laid, models: Path, states: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -98,6 +102,29 @@ def play(laid: Laid, models: Path, states: Path) -> tuple[dict[str, torch.Tensor
         tensors if learner.mesh.leads else {},
         {key: torch.tensor([m[key] for m in metrics], dtype=torch.float64) for key in metrics[0]},
     )
+
+
+def read_ends(laid: Laid, models: Path) -> dict[str, torch.Tensor]:
+    """What a drafter reads on this rank after an update, and the law that it was to be taught by before; or nothing."""
+    learner = learner_of(laid, models, keeps_embeddings=True)
+    model = learner.policy.model
+    teacher, states_NH = Teacher.of(model), torch.eye(3, model.config.hidden_size, dtype=torch.float64)
+    found: dict[str, torch.Tensor] = {}
+    if learner.laid.is_last:
+        with learner.laid.whole_head():
+            teacher.hold()
+    learner.update(batch_of(1))
+    learner.laid.send_embeddings()
+    if learner.laid.is_last:
+        with learner.laid.whole_head():
+            found["embeddings"] = model.get_input_embeddings()(torch.arange(VOCABULARY)).detach()
+            found["logits"] = model.get_output_embeddings()(states_NH).detach()
+            found["held"] = teacher.logits(states_NH)
+            teacher.release()
+            found["released"] = teacher.logits(states_NH)
+    # What trains is the shard, whatever was read of it.
+    learner.update(batch_of(2))
+    return found
 
 
 def held_bytes(laid: Laid, models: Path) -> dict[str, torch.Tensor]:
@@ -121,14 +148,16 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def rank_main(rank: int, models: Path, states: Path, out: Path, laids: list[Laid], measured: list[Laid]) -> None:
+def rank_main(rank: int, models: Path, states: Path, out: Path) -> None:
     """A rank's whole life; results go to ``out``."""
     torch.set_num_threads(1)
-    join(rank, WORLD, dist.FileStore(str(out / "store"), WORLD), CPU, seconds=60)
-    for laid in laids:
+    join(rank, WORLD, dist.FileStore(str(out / "store"), WORLD), CPU, seconds=120)
+    for laid in LAID:
         tensors, metrics = play(laid, models, states)
         save_file(tensors, out / f"{laid}-{rank}.safetensors")
         save_file(metrics, out / f"{laid}-{rank}-metrics.safetensors")
-    for laid in measured:
+    for laid in READ:
+        save_file(read_ends(laid, models), out / f"{laid}-{rank}-read.safetensors")
+    for laid in MEASURED:
         save_file(held_bytes(laid, models), out / f"{laid}-{rank}-bytes.safetensors")
     dist.destroy_process_group()

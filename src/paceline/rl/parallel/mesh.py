@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +39,10 @@ class Mesh:
         ranks_PDC = np.arange(world).reshape(pipeline, -1, context)
         self.place = Place(*(int(at[0]) for at in np.nonzero(ranks_PDC == dist.get_rank())))
         by_pipeline = np.moveaxis(ranks_PDC, 0, -1).reshape(-1, pipeline)
-        self.context = _group(ranks_PDC.reshape(-1, context))
-        self.pipeline = _group(by_pipeline)
-        self.taps = _group(by_pipeline)
-        self.stage = _group(ranks_PDC.reshape(pipeline, -1))
+        self.context = _group(ranks_PDC.reshape(-1, context), device)
+        self.pipeline = _group(by_pipeline, device)
+        self.taps = _group(by_pipeline, device)
+        self.stage = _group(ranks_PDC.reshape(pipeline, -1), device)
 
     @property
     def leads(self) -> bool:
@@ -77,7 +78,9 @@ class MeshRanks:
         return self._all.gathered(data)
 
 
-def _group(ranks_GR: npt.NDArray[np.int64]) -> dist.ProcessGroup:
-    """This rank's group of those, which all ranks make together."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks_GR.tolist())
+def _group(ranks_GR: npt.NDArray[np.int64], device: torch.device) -> dist.ProcessGroup:
+    """This rank's group of those, which all ranks make together; they wait as long as all ranks do."""
+    everybody: Any = dist.group.WORLD
+    timeout = everybody._get_backend(device).options._timeout
+    group, _ = dist.new_subgroups_by_enumeration(ranks_GR.tolist(), timeout=timeout)
     return group

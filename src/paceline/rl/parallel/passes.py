@@ -20,6 +20,7 @@ from paceline.forward.pretrained import ModelError
 from paceline.forward.sharding import gathered, local
 from paceline.forward.taps import FINAL
 from paceline.rl.batch import Batch
+from paceline.rl.parallel.forwards import leave_out_backward
 from paceline.rl.parallel.mesh import Mesh
 from paceline.rl.parallel.rows import MicroBatch, fill, index_tensor
 from paceline.rl.parallel.shards import Shards, add_theirs
@@ -27,8 +28,6 @@ from paceline.rl.passes import Collecting, LossOf, Part
 from paceline.rl.policy import Policy
 from paceline.rl.scoring import token_logprobs
 
-#: What a schedule of several stages a rank does in a pass that learns nothing.
-_OF_FORWARDS = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 #: What becomes of a part at the last stage: its number, log-probabilities and entropies of its tokens, (N,) each.
 _Told = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -182,7 +181,7 @@ class MeshPasses:
                 scale_grads=False,
             )
             if not learns and not is_single:
-                _leave_out_backward(schedule)
+                leave_out_backward(schedule)
             inputs = (self._inputs(),) if self.is_first else ()
             target = torch.arange(len(parts)) if self.is_last else None
             with nullcontext() if learns else torch.no_grad(), gathering:
@@ -290,13 +289,3 @@ class MeshPasses:
             parameter.requires_grad_(False)
             if not (keeps_embeddings and self.is_last and parameter is embedding.weight):
                 parameter.data = parameter.data.new_empty(0)
-
-
-def _leave_out_backward(schedule: Any) -> None:
-    """Let a schedule of several stages a rank do its forwards alone, in their order.
-
-    Those whose neighbouring stages share a rank hand gradients on even where there are none.
-    """
-    for actions in schedule.pipeline_order_with_comms.values():
-        every = [part for action in actions for part in action.sub_actions or (action,)]
-        actions[:] = [action for action in every if action.computation_type.value in _OF_FORWARDS]
