@@ -264,6 +264,13 @@ def test_flops_of_a_short_context_are_six_a_weight_and_token() -> None:
     assert [flops[kind] for kind in "FIW"] == pytest.approx([each + drafter, each, each], rel=0.01)
 
 
+def test_a_block_head_scores_its_rows_with_the_policys_matrix() -> None:
+    own = msgspec.structs.replace(job("llama-3.1-8b", kind="dflash"), context=128)
+    flops, matrix = stage_flops(own, ranks(), 0), own.shape.matrix
+    trained = 6 * (own.drafter.parameters() + matrix) * own.drafter.rows(128)
+    assert flops["F"] - flops["W"] == pytest.approx(trained + 2 * matrix * 128, rel=0.01)
+
+
 def test_a_backward_in_two_parts_takes_as_long_together_and_the_first_stage_has_the_second_alone() -> None:
     own, layout = job("qwen3-8b"), ranks(data=2, context=8, pipeline=4, schedule="ZBVZeroBubble")
     times = step_times(own, layout, Hardware())
