@@ -49,6 +49,8 @@ PACKINGS = {
     "unequal documents": ((12, 4), (2, 1), (9, 1), (3, 2), (7, 6), (2, 1), (21, 11), (5, 2), (4, 1)),
     "ranks without a row": ((2, 1), (3, 1), (2, 1), (4, 2)),
 }
+#: The packing whose log-probabilities are asked for too, in passes that learn nothing.
+SCORED = "ranks without a row"
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,12 @@ class Cell:
 
 
 CELLS = [Cell(*side, schedule) for side in ((c, p) for c in SIDES for p in SIDES) for schedule in SCHEDULES]
-#: What is played in every cell, by packing and type.
-PLAYED = [*((packing, "float64") for packing in PACKINGS), ("unequal documents", "float32")]
+
+
+def played(cell):
+    """What is played in a cell, by packing and type: float32 knows nothing of schedules, and takes two of them."""
+    narrow = [("unequal documents", "float32")] if cell.schedule in ("1F1B", "ZBVZeroBubble") else []
+    return [*((packing, "float64") for packing in PACKINGS), *narrow]
 
 
 def models(dtype="float64"):
@@ -111,15 +117,17 @@ def dense(packing):
     documents = documents_of(policy, head.taps, PACKINGS[packing])
     batch = batch_of(documents)
     policy.requires_grad_(True)
-    loss, entropy = 0.0, 0.0
+    loss, entropy, scores = 0.0, 0.0, []
     for document, weight_N in zip(documents, weights_of(batch), strict=True):
         ids = torch.from_numpy(document.tokens).long()
         logits_PV = policy(input_ids=ids[None, :-1], use_cache=False).logits[0, document.prompt_length - 1 :]
         law_NV = (logits_PV / TEMPERATURE).log_softmax(-1)
-        loss = loss - (weight_N * law_NV[torch.arange(len(law_NV)), ids[document.prompt_length :]]).sum()
+        scores.append(law_NV[torch.arange(len(law_NV)), ids[document.prompt_length :]])
+        loss = loss - (weight_N * scores[-1]).sum()
         entropy = entropy - (weight_N[:, None] * law_NV.exp() * law_NV).sum()
     loss.backward()
     found = {"policy.loss": loss.detach(), "policy.entropy": entropy.detach()}
+    found |= {"policy.score": torch.cat(scores)} if packing == SCORED else {}
     found |= {f"policy.gradient.{name}": parameter.grad for name, parameter in policy.named_parameters()}
     policy.requires_grad_(False)
     head_loss, _, _, gradients = dense_of(head, policy, documents)
@@ -127,8 +135,8 @@ def dense(packing):
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def play(cell, batch, dtype, mesh, template):
-    """What this rank has of losses and gradients of policy and head."""
+def play(cell, batch, dtype, mesh, template, is_scored=False):
+    """What this rank has of losses and gradients of policy and head, and of log-probabilities."""
     model, head = copy.deepcopy(template)
     model.requires_grad_(True)
     wide = getattr(torch, dtype)
@@ -147,6 +155,9 @@ def play(cell, batch, dtype, mesh, template):
     config = ParallelConfig(context=cell.context, pipeline=cell.pipeline, schedule=cell.schedule, microbatches=2)
     passes = MeshPasses(policy, mesh, config, 1 << 20, TEMPERATURE, keeps_embeddings=True)
     parts = deal(len(rollouts), len(passes.parts(batch, rollouts)))
+    if is_scored:
+        scores = dict(zip([row for part in parts for row in part], scored(passes, batch, parts), strict=False))
+        told |= {"policy.score": torch.cat([scores[row] for row in rollouts])} if scores else {}
     collector = ShardCollector(head.taps)
     passes.learn(batch, parts, loss_of, Collecting(collector, frozenset(rollouts)))
     found = {f"policy.gradient.{name}": parameter.grad for name, parameter in policy.trainable()}
@@ -163,6 +174,12 @@ def play(cell, batch, dtype, mesh, template):
         found |= told | {"head.loss": total}
         found |= {f"head.gradient.{name}": parameter.grad for name, parameter in head.named_parameters()}
     return found
+
+
+def scored(passes, batch, parts):
+    """The log-probabilities of each part's rollouts, one after the other, where they are known."""
+    for part, logp_N in zip(parts, passes.score(batch, parts), strict=False):
+        yield from logp_N.split([len(batch.responses[row]) for row in part])
 
 
 def apart(found, wanted):
@@ -260,8 +277,8 @@ def rank_main(rank, folder):
         for cell in CELLS:
             if (cell.context, cell.pipeline) != (context, pipeline):
                 continue
-            for packing, dtype in PLAYED:
-                found = play(cell, batches[packing], dtype, mesh, templates[dtype])
+            for packing, dtype in played(cell):
+                found = play(cell, batches[packing], dtype, mesh, templates[dtype], packing == SCORED)
                 report[f"{cell}-{packing}-{dtype}"] = apart(found, wanted[packing])
         for name, (_, what, fault) in (
             FAULTS.items() if (context, pipeline) == (FAULTY.context, FAULTY.pipeline) else ()

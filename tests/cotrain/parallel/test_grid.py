@@ -7,7 +7,7 @@ import pytest
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from grid_cases import BARS, CELLS, FAULTS, FAULTY, PACKINGS, PLAYED, WORLD, dense, rank_main
+from grid_cases import BARS, CELLS, FAULTS, FAULTY, PACKINGS, WORLD, dense, played, rank_main
 
 PRELOADED = ["paceline.rl.parallel.drafting", "transformers.models.llama.modeling_llama"]
 
@@ -35,11 +35,12 @@ def of_ranks(grid, case):
 
 def test_every_context_pipeline_and_schedule_is_played():
     assert len(CELLS) == len(set(map(str, CELLS))) == 3 * 3 * 7
+    assert sum(len(played(cell)) for cell in CELLS) == 63 * 2 + 9 * 2
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_losses_and_all_gradients_of_policy_and_drafter_are_the_dense_ones(grid, cell):
-    for packing, dtype in PLAYED:
+    for packing, dtype in played(cell):
         ranks = of_ranks(grid, f"{cell}-{packing}-{dtype}")
         assert len(ranks) == cell.context * cell.pipeline
         assert {name for own in ranks for name in own} == grid[1][packing]
