@@ -12,6 +12,7 @@ from paceline.config import LoraConfig, PolicyConfig
 from paceline.rl.models import ModelError, resolve_model
 from paceline.rl.policy import Policy
 from paceline.schema import as_tokens
+from saved_bytes import saved_bytes
 from tiny_policies import BOS, EOS, save_tiny
 
 LORA = LoraConfig(r=2, alpha=6.0, layers=2)
@@ -369,3 +370,34 @@ def test_an_adapter_as_the_path_that_cannot_stand_for_a_model_is_refused(tiny, t
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"cannot read adapter_config\.json"):
         load(tmp_path, lora=LORA)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2, layers=2)])
+def test_checkpointed_layers_keep_less_and_give_the_same_bits(tiny, lora):
+    prompts, responses = [as_tokens([BOS, 5, 6])] * 2, [as_tokens([7, 8, 9]), as_tokens([7, 3, EOS])]
+
+    def played(checkpointed):
+        policy = load(tiny, lora=lora, gradient_checkpointing=checkpointed)
+        logp_N = []
+        kept = saved_bytes(
+            lambda: logp_N.append(policy.logprobs(prompts, responses, 1.0)[0]), policy.model.parameters()
+        )
+        logp_N[0].sum().backward()
+        gradients = {name: parameter.grad for name, parameter in policy.trainable()}
+        return kept, logp_N[0].detach(), gradients, policy
+
+    whole_bytes, whole_N, whole_grads, _ = played(False)
+    kept_bytes, kept_N, kept_grads, policy = played(True)
+    assert kept_bytes < 0.6 * whole_bytes
+    assert torch.equal(kept_N, whole_N)
+    assert whole_grads.keys() == kept_grads.keys()
+    assert all(torch.equal(kept_grads[name], grad) for name, grad in whole_grads.items())
+    assert not any(module.training for module in policy.engine_model().modules())
+    inside = [module for layer in policy.model.model.layers for module in layer.modules() if module is not layer]
+    assert not any(module.training for module in inside)
+
+
+def test_layers_that_cannot_be_checkpointed_are_refused_in_one_line(tiny, monkeypatch):
+    monkeypatch.setattr("paceline.forward.layers.GradientCheckpointingLayer", torch.nn.Bilinear)
+    with pytest.raises(ModelError, match=r"LlamaDecoderLayer keeps all its states; set policy.grad"):
+        load(tiny, gradient_checkpointing=True)

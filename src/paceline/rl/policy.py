@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from paceline.config import Config, PolicyConfig
 from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
+from paceline.forward.layers import checkpoint_layers
 from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
@@ -37,6 +38,8 @@ class Policy:
         adapter: PeftModel | None = None,
     ) -> None:
         self.model = model.eval()
+        if config.gradient_checkpointing:
+            checkpoint_layers(model, f"policy.path={config.path}")
         self.tokenizer = tokenizer
         self.config = config
         self.adapter = adapter
@@ -104,7 +107,7 @@ class Policy:
         """An independent plain copy with merged weights, in eval mode and without gradients, for an engine to own."""
         if self.adapter is not None:
             return _merged_copy(self.adapter)
-        return copy.deepcopy(self.model).requires_grad_(False)
+        return copy.deepcopy(self.model).requires_grad_(False).eval()
 
     def encode_prompt(self, text: str) -> Tokens:
         """Token ids of a prompt: one user turn of the chat template, ready for the answer, or the bare text.
