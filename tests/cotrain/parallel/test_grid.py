@@ -1,15 +1,12 @@
 """Policy and drafter by 1, 2 and 4 ranks of a context and of a pipeline, under every schedule, against dense ones."""
 
 import json
-import multiprocessing
 
 import pytest
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
+from forked import start
 from grid_cases import BARS, CELLS, FAULTS, FAULTY, PACKINGS, WORLD, dense, played, rank_main
-
-PRELOADED = ["paceline.rl.parallel.drafting", "transformers.models.llama.modeling_llama"]
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +18,7 @@ def grid(tmp_path_factory):
         wanted = dense(packing)
         save_file(wanted, folder / f"{packing}.safetensors")
         names[packing] = set(wanted)
-    # Sixteen processes that each import torch take longer than the grid: they are forked from one that has.
-    multiprocessing.set_forkserver_preload(
-        ["paceline.rl.parallel.drafting", "transformers.models.llama.modeling_llama"]
-    )
-    mp.start_processes(rank_main, (folder,), nprocs=WORLD, start_method="forkserver")
+    start(rank_main, (folder,), WORLD)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)], names
 
 

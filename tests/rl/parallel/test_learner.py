@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
+from forked import start
 from parallel_cases import FAULTS, FAULTY, FAULTY_CASE, LAID, WORLD, rank_main
 from sharded_cases import CASES, group, policy_of
 from sharded_cases import play as play_alone
@@ -30,7 +30,7 @@ def played(tmp_path_factory):
         alone[name] = play_alone(case, models, states, sharded=False)
         save_file(alone[name][0], states / f"{name}.safetensors")
     alone["faulty"] = play_alone(FAULTY_CASE, models, states, sharded=False)
-    mp.spawn(rank_main, (models, states, out), nprocs=WORLD)
+    start(rank_main, (models, states, out), WORLD)
     return models, out, alone
 
 
