@@ -15,6 +15,7 @@ from paceline.cotrain.losses import Teacher
 from paceline.forward.sharding import local
 from paceline.rl.parallel.learner import ParallelLearner
 from paceline.rl.sharded import join
+from paceline.schema import PacelineError
 from sharded_cases import CASES, CPU, TEMPERATURE, Case, batch_of, group, policy_of, updated
 from tiny_policies import VOCABULARY, byte_tokenizer, tiny_config
 
@@ -97,6 +98,9 @@ def play(laid: Laid, models: Path, states: Path) -> tuple[dict[str, torch.Tensor
     metrics = updated(learner, case)
     # All ranks of a stage put its weights together.
     groups = {"policy": learner.policy.state(), "optimiser": learner.state()}
+    if laid.shard:
+        # Of a stage's ranks the first gets everything, and the others nothing.
+        assert all(bool(tensor.numel()) == learner.mesh.leads for tensor in groups["policy"].values())
     tensors = {f"{part}/{name}": t.clone() for part, own in groups.items() for name, t in own.items()}
     return (
         tensors if learner.mesh.leads else {},
@@ -125,6 +129,17 @@ def read_ends(laid: Laid, models: Path) -> dict[str, torch.Tensor]:
     # What trains is the shard, whatever was read of it.
     learner.update(batch_of(2))
     return found
+
+
+def mixed(models: Path) -> str:
+    """What is said of a policy that trains weights of two types."""
+    policy = policy_of(deep(Case()), models)
+    policy.model.get_decoder().norm.float()
+    try:
+        ParallelLearner(policy, RLConfig(), READ[0].parallel, TEMPERATURE, CPU)
+    except PacelineError as error:
+        return str(error)
+    return "nothing"
 
 
 def held_bytes(laid: Laid, models: Path) -> dict[str, torch.Tensor]:
@@ -158,6 +173,7 @@ def rank_main(rank: int, models: Path, states: Path, out: Path) -> None:
         save_file(metrics, out / f"{laid}-{rank}-metrics.safetensors")
     for laid in READ:
         save_file(read_ends(laid, models), out / f"{laid}-{rank}-read.safetensors")
+    (out / f"mixed-{rank}.txt").write_text(mixed(models))
     for laid in MEASURED:
         save_file(held_bytes(laid, models), out / f"{laid}-{rank}-bytes.safetensors")
     dist.destroy_process_group()

@@ -99,3 +99,11 @@ def test_two_ranks_that_share_a_stage_hold_half_of_it_each(played, case, kind):
     for own, whole in zip(shared, copied, strict=True):
         # Rounding up to whole rows of a tensor, and to what torch pads.
         assert whole / 2 <= own < 0.53 * whole
+
+
+def test_weights_of_two_types_are_refused_in_one_line_on_every_rank(played):
+    _, out, _ = played
+    for rank in range(WORLD):
+        said = (out / f"mixed-{rank}.txt").read_text()
+        assert "trains weights in float32 and float64" in said
+        assert "set parallel.shard=false" in said

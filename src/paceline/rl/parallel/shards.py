@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -34,11 +34,13 @@ class _End:
 class Shards:
     """Shards the parameters of ``stages`` in place over the ranks of ``group``, which all build and call it alike.
 
-    ``fully_shard`` has the layers and the last norm, as torch's pipelines expect it: gradients add up whole over the
-    micro-batches of a step and are reduced at its end. Layers are gathered one by one for a forward pass
-    (``by_layer``), or all of a stage for as long as the schedule works on it. Embeddings and output matrix are whole
-    for a whole ``run``, because two stages of one rank may share them, and because a drafter reads them. The method:
-    Zhao et al. 2023 (arXiv 2304.11277), as torch's ``fully_shard`` does it now.
+    ``fully_shard`` has the layers and the last norm, as torch's pipelines expect it: within a run every rank adds up
+    whole gradients of its stages over the micro-batches and reduces them once, at the end, in float32 at least. Layers
+    are gathered one by one for a forward pass (``by_layer``) and stay so between a backward pass and the next forward,
+    or all of a stage for as long as the schedule works on it. Embeddings and output matrix are whole for a whole
+    ``run``, because two stages of one rank may share them, and because a drafter reads them. So what is in pieces at
+    all times is the optimiser's state, and between runs everything. The method: Zhao et al. 2023 (arXiv 2304.11277), as
+    torch's ``fully_shard`` does it now.
     """
 
     def __init__(
@@ -117,15 +119,3 @@ class Shards:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         summed = DTensor.from_local(wide, self._mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)])
         end.pieces.grad = summed.to(whole.dtype)
-
-
-def add_theirs(own: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Both ends of a pair add to their tensor what the other has; ``peer`` is its rank among all."""
-    if not own.numel():
-        return
-    theirs = torch.empty_like(own)
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
-    ):
-        work.wait()
-    own.add_(theirs)
