@@ -17,9 +17,10 @@ def meshes(pipeline, data, context):
     for rank in range(world):
         with being(rank, world):
             mesh = Mesh(pipeline, context, CPU)
-            groups = {name: dist.get_process_group_ranks(getattr(mesh, name)) for name in ("context", "pipeline")}
-            groups |= {name: dist.get_process_group_ranks(getattr(mesh, name)) for name in ("taps", "stage")}
-            assert mesh.taps is not mesh.pipeline
+            groups = {
+                name: dist.get_process_group_ranks(getattr(mesh, name)) for name in ("context", "pipeline", "stage")
+            }
+            groups["pipelines"] = mesh.pipelines
             assert (mesh.shape.pipeline, mesh.shape.data, mesh.shape.context) == (pipeline, data, context)
             yield (mesh.place.pipeline, mesh.place.data, mesh.place.context), mesh.leads, groups
 
@@ -32,7 +33,7 @@ def test_every_place_is_taken_once_and_groups_are_the_ranks_that_differ_in_one_t
     for (pipeline, data, context), _, groups in ranks:
         assert [places[rank] for rank in groups["context"]] == [(pipeline, data, c) for c in range(shape[2])]
         assert [places[rank] for rank in groups["pipeline"]] == [(p, data, context) for p in range(shape[0])]
-        assert groups["taps"] == groups["pipeline"]
+        assert groups["pipeline"] in groups["pipelines"]
         assert groups["stage"] == [rank for rank, place in enumerate(places) if place[0] == pipeline]
 
 

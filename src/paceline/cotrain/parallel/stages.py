@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from paceline.cotrain.parallel.slots import Order
 from paceline.forward.pretrained import ModelError
+from paceline.forward.sharding import local
 from paceline.forward.taps import FINAL
 
 #: Names, among layers, the embeddings of the tokens: what the first layer reads.
@@ -103,19 +104,21 @@ def join_tied(policy: PreTrainedModel, order: Order, group: dist.ProcessGroup) -
     """Give both copies of tied embeddings the gradient of the whole policy, after a step: all ranks of ``group`` call.
 
     The first stage's copy has the gradient of the embeddings, and the last stage's that of the output matrix. They are
-    one tensor where both stages are on one rank, and in a policy that ties nothing there is nothing to join.
+    one tensor where both stages are on one rank, and in a policy that ties nothing there is nothing to join. Copies may
+    be sharded alike.
     """
     weight: Any = policy.get_input_embeddings().weight
     head: Any = policy.get_output_embeddings()
-    is_tied = head.weight is weight
     ends = {order.rank_of[0], order.rank_of[order.stages - 1]}
     rank = dist.get_rank(group)
-    if not is_tied or len(ends) == 1 or rank not in ends:
+    if head.weight is not weight or not weight.requires_grad or len(ends) == 1 or rank not in ends:
         return
-    peer = dist.get_global_rank(group, *(ends - {rank}))
-    theirs_VH = torch.empty_like(weight.grad)
+    peer, own = dist.get_global_rank(group, *(ends - {rank})), local(weight.grad)
+    if not own.numel():  # a piece of a sharded copy may be empty, and its counterpart is too
+        return
+    theirs = torch.empty_like(own)
     for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, weight.grad, peer, group), dist.P2POp(dist.irecv, theirs_VH, peer, group)]
+        [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
     ):
         work.wait()
-    weight.grad.add_(theirs_VH)
+    own.add_(theirs)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ class Place:
 class Mesh:
     """All ranks of the default group; those of one context group are next to one another, stages furthest apart.
 
-    Building it is collective. ``context`` shares rows, ``pipeline`` hands states on, ``taps`` is as large and carries
-    taps alone, and ``stage`` is every rank that holds the same layers. Of a single rank ``context`` still exists.
+    Building it is collective. ``context`` shares rows, ``pipeline`` hands states on, and ``stage`` is every rank that
+    holds the same layers. Of a single rank ``context`` still exists.
     """
 
     def __init__(self, pipeline: int, context: int, device: torch.device) -> None:
@@ -41,7 +42,8 @@ class Mesh:
         by_pipeline = np.moveaxis(ranks_PDC, 0, -1).reshape(-1, pipeline)
         self.context = _group(ranks_PDC.reshape(-1, context), device)
         self.pipeline = _group(by_pipeline, device)
-        self.taps = _group(by_pipeline, device)
+        #: The ranks of every pipeline, stage after stage.
+        self.pipelines: list[list[int]] = by_pipeline.tolist()
         self.stage = _group(ranks_PDC.reshape(pipeline, -1), device)
 
     @property
@@ -80,7 +82,12 @@ class MeshRanks:
 
 def _group(ranks_GR: npt.NDArray[np.int64], device: torch.device) -> dist.ProcessGroup:
     """This rank's group of those, which all ranks make together; they wait as long as all ranks do."""
-    everybody: Any = dist.group.WORLD
-    timeout = everybody._get_backend(device).options._timeout
-    group, _ = dist.new_subgroups_by_enumeration(ranks_GR.tolist(), timeout=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(ranks_GR.tolist(), timeout=timeout_of(device))
     return group
+
+
+def timeout_of(device: torch.device) -> timedelta:
+    """How long ranks wait for one another, between tensors of ``device``."""
+    everybody: Any = dist.group.WORLD
+    timeout: timedelta = everybody._get_backend(device).options._timeout
+    return timeout

@@ -13,17 +13,18 @@ from paceline.config import ParallelConfig
 from paceline.cotrain.parallel.channel import TapChannel
 from paceline.cotrain.parallel.rows import NAME
 from paceline.cotrain.parallel.slots import Order, order_of
-from paceline.cotrain.parallel.stages import PolicyStage, split, stage_of
+from paceline.cotrain.parallel.stages import PolicyStage, join_tied, split, stage_of
 from paceline.cotrain.parallel.transport import GroupTransport
+from paceline.cotrain.parallel.ways import TapWays
 from paceline.forward.optimiser import norm_of
 from paceline.forward.pretrained import ModelError
-from paceline.forward.sharding import gathered, local
+from paceline.forward.sharding import gathered
 from paceline.forward.taps import FINAL
 from paceline.rl.batch import Batch
 from paceline.rl.parallel.forwards import leave_out_backward
-from paceline.rl.parallel.mesh import Mesh
+from paceline.rl.parallel.mesh import Mesh, timeout_of
 from paceline.rl.parallel.rows import MicroBatch, fill, index_tensor
-from paceline.rl.parallel.shards import Shards, add_theirs
+from paceline.rl.parallel.shards import Shards
 from paceline.rl.passes import Collecting, LossOf, Part
 from paceline.rl.policy import Policy
 from paceline.rl.scoring import token_logprobs
@@ -78,6 +79,7 @@ class MeshPasses:
             by_layer = issubclass(get_schedule_class(self._schedule), PipelineScheduleSingle)
             stages = list(self.modules.values())
             self._shards = Shards(policy.model, stages, mesh.stage, mesh.device, by_layer=by_layer)
+        self._ways: TapWays | None = None
         self._micro: list[MicroBatch] = []
         self._size = 1
         self._entropies: dict[int, Tensor] = {}
@@ -112,7 +114,7 @@ class MeshPasses:
 
         self._run(batch, parts, told, collecting, learns=True)
         self._mesh.sum_gradients([parameter for _, parameter in self._policy.trainable()])
-        self._join_tied()
+        join_tied(self._policy.model, self._order(self._least), self._mesh.pipeline)
 
     def read(self, batch: Batch, rows: Sequence[int], collecting: Collecting) -> None:
         """As the protocol says."""
@@ -166,7 +168,7 @@ class MeshPasses:
             (1, self._size, self._hidden),
             self._policy.model.dtype,
             lambda index, states, _: self._keep(index, states, collecting),
-            self._mesh.taps,
+            self._tap_ways(),
             self._slots(layers),
         )
         gathering = nullcontext() if self._shards is None else self._shards.run(learns=learns)
@@ -251,6 +253,15 @@ class MeshPasses:
     def _order(self, microbatches: int) -> Order:
         return order_of(self._schedule, self._config.pipeline, self._stages, microbatches)
 
+    def _tap_ways(self) -> TapWays:
+        """What taps travel by; all ranks make it alike, in their first run."""
+        if self._ways is None:
+            mesh = self._mesh
+            order, timeout = self._order(self._least), timeout_of(mesh.device)
+            self._ways = TapWays.make(mesh.pipelines, order, mesh.device, self._config.taps, timeout)
+            assert self._ways is not None  # every rank is of a pipeline
+        return self._ways
+
     def _slots(self, layers: Sequence[int]) -> dict[int, int] | None:
         sources = {stage_of(layer, self.cuts) for layer in layers} - {self._stages - 1}
         return dict.fromkeys(sorted(sources), self._config.tap_slots) if self._config.tap_slots else None
@@ -263,12 +274,6 @@ class MeshPasses:
         if len(ends) == 1 or own not in ends:
             return None
         return dist.get_global_rank(self._mesh.pipeline, *(ends - {own}))
-
-    def _join_tied(self) -> None:
-        """Both copies of tied embeddings get the gradient of the whole policy."""
-        peer, weight = self._other_end(), self._policy.model.get_input_embeddings().weight
-        if peer is not None and self._tied_twice() is not None:
-            add_theirs(local(weight.grad), peer, self._mesh.pipeline)
 
     def _tied_twice(self) -> str | None:
         """The name of tied embeddings of which two ranks have a copy."""
