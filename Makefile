@@ -35,7 +35,7 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm assets test test-ray test-vllm check sanitize demo bench bench-vllm docs clean
+.PHONY: help venv venv-vllm assets test test-ranks test-ray test-vllm check sanitize demo bench bench-vllm docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -92,7 +92,10 @@ assets: venv ## fetch the demo's model and data into the user's cache (nothing t
 	@$(BIN)/paceline assets
 
 test: assets ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not ray' $(PYTEST_JOBS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not ray and not ranks' $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+test-ranks: assets ## run the tests that play four, eight and sixteen learner ranks on this machine
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(PYTEST_ARGS) tests/rl/parallel tests/cotrain/parallel
 
 test-ray: assets ## run the tests that start a Ray cluster on this machine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray $(PYTEST_ARGS) tests/rl/cluster

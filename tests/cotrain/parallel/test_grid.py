@@ -8,6 +8,8 @@ from safetensors.torch import save_file
 from forked import start
 from grid_cases import BARS, CELLS, FAULTS, FAULTY, PACKINGS, WORLD, dense, played, rank_main
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):

@@ -12,6 +12,7 @@ from sharded_cases import CASES, group, policy_of
 from sharded_cases import play as play_alone
 from tiny_policies import save_tiny
 
+pytestmark = pytest.mark.ranks
 EXACT = [laid for laid in LAID if CASES[laid.case].dtype == "float64"]
 NARROW = [laid for laid in LAID if CASES[laid.case].dtype != "float64"]
 

@@ -11,6 +11,7 @@ from sharded_cases import CASES, group
 from sharded_cases import play as play_alone
 from sharded_mesh_cases import LAID, MEASURED, READ, WORLD, deep, rank_main, save_deep
 
+pytestmark = pytest.mark.ranks
 EXACT = [laid for laid in LAID if CASES[laid.case].dtype == "float64"]
 
 
