@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -76,7 +77,8 @@ FAULTS = {
 def learner_of(laid: Laid, case: Case, models: Path) -> ParallelLearner:
     """This rank's learner of a case."""
     config = RLConfig(**({"lr": 0.01, "max_grad_norm": 1e9} | case.settings))
-    parallel = ParallelConfig(context=laid.context, pipeline=laid.pipeline, schedule=laid.schedule)  # type: ignore[arg-type]
+    schedule: Any = laid.schedule
+    parallel = ParallelConfig(context=laid.context, pipeline=laid.pipeline, schedule=schedule, shard=False)
     return ParallelLearner(policy_of(case, models), config, parallel, TEMPERATURE, CPU)
 
 

@@ -49,6 +49,7 @@ CASES = {
         lora=LoraConfig(r=1, alpha=6.0, layers=2),
         settings={"normalise": "sequence", "inner_updates": 3, "kl_coef": 0.2},
     ),
+    "last": Case(model="llama-tied", lora=LoraConfig(r=2, layers=1), settings={"kl_coef": 0.1}),
     "tied": Case(model="llama-tied", settings={"microbatch_tokens": 25}),
     "stale": Case(settings={"importance": "sequence", "importance_limit": 1.01, "inner_updates": 2}),
     "skipped": Case(seeds=(1, -1, 2, 3), broken_before=2),

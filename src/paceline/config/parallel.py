@@ -27,7 +27,7 @@ class ParallelConfig(Section):
     schedule: Schedule = "1F1B"
     stages: int = 0
     microbatches: int = 0
-    shard: bool = False
+    shard: bool = True
     taps: Literal["auto", "gloo", "shared_memory", "nccl"] = "auto"
     tap_slots: int = 0
 

@@ -49,7 +49,8 @@ class Optimiser:
         decayed = [master for master in self._masters.values() if master.ndim >= 2]
         others = [master for master in self._masters.values() if master.ndim < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+        # A rank of a pipeline may have nothing that trains, and one empty group then.
+        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]] or groups[:1], lr=lr)
 
     def lr(self) -> float:
         """The learning rate of the next step."""

@@ -7,7 +7,6 @@ from paceline.forward.pretrained import ModelError
 from paceline.forward.taps import FINAL
 from tiny_policies import VOCABULARY, tiny_config
 
-
 SMALL = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
 MIXTURES = {
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),

@@ -17,9 +17,10 @@ from tiny_run import make_policy, tiny_config
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
 
-EXACT = ("policy.dtype=float64", "drafter.head.dtype=float64", "check.every=0", "checkpoint.keep=9")
+PARTS = ("rl.microbatch_tokens=80", "cotrain.microbatch_tokens=80")
+EXACT = ("policy.dtype=float64", "drafter.head.dtype=float64", "check.every=0", "checkpoint.keep=9", *PARTS)
 ONLINE = (*EXACT, "drafter.kind=eagle3", "cotrain.when=every", "cotrain.lr=1e-2", "cotrain.updates=2")
-MESH = ("parallel.context=2", "parallel.pipeline=2", "rl.microbatch_tokens=80", "cotrain.microbatch_tokens=80")
+MESH = ("parallel.context=2", "parallel.pipeline=2")
 ACCEPTED = ("tokens_per_forward", "acceptance", "draft_loss", "draft_overlaps", "reward", "draft_trained")
 
 

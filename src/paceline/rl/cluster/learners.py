@@ -130,8 +130,8 @@ class RemoteLearner:
         if absent:
             free = ray.available_resources()
             raise LearnersError(
-                f"cluster.learner_workers, parallel: {len(there)} of {self._world} learners came in {_PLACE_SECONDS:g} s; each "
-                f"needs {cluster.learner_cpus:g} CPU and {cluster.learner_gpus:g} GPU, the cluster has "
+                f"cluster.learner_workers, parallel: {len(there)} of {self._world} learners came in "
+                f"{_PLACE_SECONDS:g} s; each needs {cluster.learner_cpus:g} CPU and {cluster.learner_gpus:g} GPU, the cluster has "
                 f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free"
             )
         places = self._all("here", stalls_after=_PLACE_SECONDS)

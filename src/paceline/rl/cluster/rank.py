@@ -65,7 +65,7 @@ class SentBatch(msgspec.Struct, kw_only=True):
 class Answer(NamedTuple):
     """What a rank says of an update: encoded metrics, optimiser steps taken so far, and what has moved.
 
-    Those give ``weights`` who speak for others, and ``taught``, an encoded ``Taught``, the one where the drafter learns.
+    Those give ``weights`` who speak for others; ``taught``, an encoded ``Taught``, the one where the drafter learns.
     """
 
     metrics: bytes
@@ -138,7 +138,9 @@ class RankActor:
             metrics = learner.update(own)
         else:
             metrics, taught = self._student.update(own, *lesson)
-        moved = {f"{POLICY}{name}": tensor for name, tensor in learner.policy.state().items()} if learner.leads else {}
+        # All ranks of a stage put together what they share of it.
+        state = learner.policy.state()
+        moved = {f"{POLICY}{name}": tensor for name, tensor in state.items()} if learner.leads else {}
         trainer = self._trainer()
         teaches = taught is not None and trainer is not None
         if teaches and trainer is not None:
@@ -148,8 +150,8 @@ class RankActor:
     def state(self) -> Parcel | None:
         """``Learner.state``, of those who speak for others."""
         learner = self._joined()
-        state = learner.state() if learner.leads else {}
-        return self._given({f"{OPTIMISER}{name}": tensor for name, tensor in state.items()})
+        state = learner.state()
+        return self._given({f"{OPTIMISER}{name}": t for name, t in state.items()} if learner.leads else {})
 
     def drafter_state(self) -> Parcel | None:
         """``Trainer.state``, of the rank that speaks for those where the drafter learns."""

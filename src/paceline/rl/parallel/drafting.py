@@ -99,7 +99,8 @@ class MeshStudent:
         assert self._learner is not None
         collector, started = ShardCollector(self._layers), time.perf_counter()
         if self.trainer is not None:
-            self.trainer.teacher.hold()
+            with self._learner.laid.whole_head():
+                self.trainer.teacher.hold()
         if more:
             self._learner.read(batch, more, collector)
         read_seconds = time.perf_counter() - started
@@ -108,6 +109,7 @@ class MeshStudent:
         self._learner.laid.send_embeddings()
         metrics: dict[str, float] = {}
         if self.trainer is not None:
-            metrics = self.trainer.train(collector.documents(batch, [*more, *wanted]))
+            with self._learner.laid.whole_head():
+                metrics = self.trainer.train(collector.documents(batch, [*more, *wanted]))
             self.trainer.teacher.release()
         return learned, Taught(metrics=metrics, seconds=time.perf_counter() - started + read_seconds)
