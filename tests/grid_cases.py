@@ -152,7 +152,8 @@ def play(cell, batch, dtype, mesh, template, is_scored=False):
         told["policy.entropy"] += (weight_N * entropy_N).sum()
         return loss
 
-    config = ParallelConfig(context=cell.context, pipeline=cell.pipeline, schedule=cell.schedule, microbatches=2)
+    sides = {"context": cell.context, "pipeline": cell.pipeline}
+    config = ParallelConfig(**sides, schedule=cell.schedule, microbatches=2, shard=False)
     passes = MeshPasses(policy, mesh, config, 1 << 20, TEMPERATURE, keeps_embeddings=True)
     parts = deal(len(rollouts), len(passes.parts(batch, rollouts)))
     if is_scored:
