@@ -131,8 +131,8 @@ class RemoteLearner:
             free = ray.available_resources()
             raise LearnersError(
                 f"cluster.learner_workers, parallel: {len(there)} of {self._world} learners came in "
-                f"{_PLACE_SECONDS:g} s; each needs {cluster.learner_cpus:g} CPU and {cluster.learner_gpus:g} GPU, the cluster has "
-                f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free"
+                f"{_PLACE_SECONDS:g} s; each needs {cluster.learner_cpus:g} CPU and {cluster.learner_gpus:g} GPU, the "
+                f"cluster has {free.get('CPU', 0):g} and {free.get('GPU', 0):g} free"
             )
         places = self._all("here", stalls_after=_PLACE_SECONDS)
         self.pids = [process for _, _, process in places]
