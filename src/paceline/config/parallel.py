@@ -49,5 +49,5 @@ class ParallelConfig(Section):
 
     @property
     def stages_per_rank(self) -> int:
-        """``stages``, chosen where it is 0."""
-        return self.stages or (1 if self.schedule in SINGLE or self.pipeline == 1 else 2)
+        """``stages``, chosen where it is 0; a policy that is not cut has one."""
+        return 1 if self.pipeline == 1 else self.stages or (1 if self.schedule in SINGLE else 2)
