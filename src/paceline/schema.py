@@ -336,6 +336,7 @@ class StepRecord(msgspec.Struct, kw_only=True):
     draft_propose_seconds: float = math.nan
     draft_read_seconds: float = math.nan
     draft_refit_seconds: float = math.nan
+    draft_stall_seconds: float = math.nan
     draft_gain_seconds: float = math.nan
     ages: list[int] = []
     importance_mean: float = math.nan

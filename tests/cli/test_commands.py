@@ -46,6 +46,8 @@ FROZEN = {
         "--tensor",
         "--pipeline",
         "--expert",
+        "--schedule",
+        "--stages-per-rank",
         "--drafter",
         "--drafter-layers",
         "--draft-vocabulary",

@@ -134,6 +134,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("draft_read_seconds", "s", "Of waiting for the drafter, what it took to catch up on prompts and texts."),
     Metric("draft_refit_seconds", "s", "Of `draft_train_seconds`, what handing the drafter to the engine took."),
     Metric(
+        "draft_stall_seconds",
+        "s",
+        "Time that pipeline stages waited for a free slot for their taps, over one rank of each stage together. NaN "
+        "where the policy is not cut into stages, or no drafter learned.",
+    ),
+    Metric(
         "draft_gain_seconds",
         "s",
         "plain_seconds_counterfactual - what the step's passes took, waiting for the drafter included, its training "

@@ -62,6 +62,7 @@ class DraftMetrics(TypedDict):
     draft_drift_seconds: float
     draft_growth_seconds: float
     draft_refit_seconds: float
+    draft_stall_seconds: float
 
 
 class Cotraining:
@@ -83,7 +84,7 @@ class Cotraining:
         self._decision = Decision(False, "never")
         self._is_due = False
         self._metrics: dict[str, float] = {}
-        self._seconds = self._refit_seconds = math.nan
+        self._seconds = self._refit_seconds = self._stall_seconds = math.nan
         self.student: Student | None = None
         if learns(config):
             model = drafting_model(config, policy)
@@ -97,7 +98,7 @@ class Cotraining:
     def decide(self, step: int, rollouts: Sequence[Rollout], generation_seconds: float, steps_left: int) -> None:
         """Whether this step, whose rollouts took so long, trains the drafter; ``steps_left`` come after it."""
         self._is_due, self._metrics = False, {}
-        self._seconds = self._refit_seconds = math.nan
+        self._seconds = self._refit_seconds = self._stall_seconds = math.nan
         if self.student is None:
             return
         before, now = self._decision, self._when.decide(step, Generation.of(rollouts, generation_seconds), steps_left)
@@ -134,6 +135,7 @@ class Cotraining:
             return
         taught = self.student.learn()
         self._metrics, self._seconds = taught.metrics, taught.seconds
+        self._stall_seconds = taught.stall_seconds
         if self._metrics["skipped_not_finite"]:
             self._warn("drafter_not_finite", "the drafter's gradient was not finite; it stays as it was")
 
@@ -166,6 +168,7 @@ class Cotraining:
             draft_drift_seconds=decision.drift_seconds,
             draft_growth_seconds=decision.growth_seconds,
             draft_refit_seconds=self._refit_seconds,
+            draft_stall_seconds=self._stall_seconds,
         )
 
     @property

@@ -1,5 +1,6 @@
 """Who holds the model that drafts while it learns: this process, or the ranks of a learner that lies on a mesh."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,14 @@ from paceline.rl.policy import Policy
 
 
 class Taught(msgspec.Struct, kw_only=True):
-    """What a lesson came to: ``Trainer.train``'s metrics, and the seconds of reading and training."""
+    """What a lesson came to: ``Trainer.train``'s metrics, and the seconds of reading and training.
+
+    ``stall_seconds`` are those that a pipeline's stages waited for landing slots, NaN where there are none.
+    """
 
     metrics: dict[str, float]
     seconds: float
+    stall_seconds: float = math.nan
 
 
 class Student(Protocol):

@@ -1,5 +1,6 @@
 """Runs whose policy and drafter train on a mesh of four ranks are those of one process, and go on as such."""
 
+import math
 import os
 import signal
 
@@ -66,6 +67,9 @@ def test_policy_and_drafter_of_a_mesh_are_those_of_one_process_and_so_is_what_is
     assert records[-1].acceptance > 0
     on_mesh = train(tiny_config(policy, tmp_path / "mesh", *ONLINE, *MESH))
     assert_same_run(on_mesh, tmp_path / "mesh", records, folder)
+    # Taps of two stages travel, and how long they waited is told; a policy that is not cut has none.
+    assert all(record.draft_stall_seconds >= 0 for record in on_mesh)
+    assert all(math.isnan(record.draft_stall_seconds) for record in records)
 
 
 def test_a_mesh_whose_rank_dies_resumes_as_another_and_as_one_process(alone, tmp_path, monkeypatch):

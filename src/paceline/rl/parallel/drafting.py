@@ -1,5 +1,6 @@
 """The drafter on a mesh: it learns on the ranks of the last stage, each from its own rows of the rollouts."""
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -97,19 +98,23 @@ class MeshStudent:
     def update(self, batch: Batch, wanted: Sequence[int], more: Sequence[int]) -> tuple[dict[str, float], Taught]:
         """The policy's update and then the drafter's; metrics of both, of the drafter's where it learns."""
         assert self._learner is not None
-        collector, started = ShardCollector(self._layers), time.perf_counter()
+        laid = self._learner.laid
+        collector, started, stalled = ShardCollector(self._layers), time.perf_counter(), laid.stall_seconds
         if self.trainer is not None:
-            with self._learner.laid.whole_head():
+            with laid.whole_head():
                 self.trainer.teacher.hold()
         if more:
             self._learner.read(batch, more, collector)
         read_seconds = time.perf_counter() - started
         learned = self._learner.update(batch, collector, wanted)
+        stalls = self._learner.ranks.total({"seconds": laid.stall_seconds - stalled})["seconds"]
         started = time.perf_counter()
-        self._learner.laid.send_embeddings()
+        laid.send_embeddings()
         metrics: dict[str, float] = {}
         if self.trainer is not None:
-            with self._learner.laid.whole_head():
+            with laid.whole_head():
                 metrics = self.trainer.train(collector.documents(batch, [*more, *wanted]))
             self.trainer.teacher.release()
-        return learned, Taught(metrics=metrics, seconds=time.perf_counter() - started + read_seconds)
+        seconds = time.perf_counter() - started + read_seconds
+        is_cut = self._learner.mesh.shape.pipeline > 1
+        return learned, Taught(metrics=metrics, seconds=seconds, stall_seconds=stalls if is_cut else math.nan)

@@ -83,8 +83,8 @@ class MeshPasses:
         self._micro: list[MicroBatch] = []
         self._size = 1
         self._entropies: dict[int, Tensor] = {}
-        #: Forward passes of micro-batches begun so far, on this rank.
-        self.passes = 0
+        #: Forward passes of micro-batches begun so far on this rank, and what its puts of taps waited for slots.
+        self.passes, self.stall_seconds = 0, 0.0
 
     # What a Learner asks for
 
@@ -190,6 +190,7 @@ class MeshPasses:
                 (schedule.step if learns else schedule.eval)(*inputs, target=target, return_outputs=False)
         finally:
             channel.close()
+            self.stall_seconds += sum(counters.stall_s for counters in channel.counters.values())
             self._micro = []
 
     def _stage(self, channel: TapChannel, stage: int, learns: bool) -> Any:
