@@ -62,3 +62,27 @@ def test_what_kernels_die_of_is_refused():
     for rows, keys, causal in ((3, 0, False), (0, 3, False), (2, 3, True)):
         with pytest.raises(ValueError, match=f"{rows} queries over {keys} keys"):
             kernels.attend(query[:rows], key[:keys], value[:keys], causal, 1.0)
+
+
+@pytest.mark.parametrize(("rows", "keys", "causal"), [(7, 7, True), (5, 9, False)])
+def test_cudas_kernel_is_called_as_this_torch_declares_it(rows, keys, causal):
+    query, key, value, grad = (side.to("meta") for side in sides(rows, keys, 4, 2, 8, torch.bfloat16))
+    out, lse = kernels.varlen(query, key, value, causal, 0.3)
+    assert (out.shape, lse.shape, lse.dtype) == ((rows, 4, 8), (rows, 4), torch.float32)
+    grads = kernels.varlen_backward(grad, query, key, value, out, lse, causal, 0.3)
+    assert [each.shape for each in grads] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(4, 4, 64), (4, 2, 64), (8, 1, 128)])
+@pytest.mark.parametrize(("rows", "keys", "causal"), [(7, 7, True), (5, 9, False), (1, 1, True), (300, 300, True)])
+def test_cudas_kernel_is_the_dense_reference(shape, rows, keys, causal):
+    query, key, value, grad = (side.cuda() for side in sides(rows, keys, *shape, torch.bfloat16))
+    assert kernels.has_kernel(query, value)
+    out, lse = kernels.attend(query, key, value, causal, 0.3)
+    wanted, wanted_lse = kernels.dense(query, key, value, causal, 0.3)
+    torch.testing.assert_close(out, wanted, atol=5e-2, rtol=5e-2)
+    torch.testing.assert_close(lse, wanted_lse, atol=5e-2, rtol=5e-2)
+    given = (grad, query, key, value, out * 0.6, wanted_lse + 0.5, causal, 0.3)
+    for own, reference in zip(kernels.attend_backward(*given), kernels.dense_backward(*given), strict=True):
+        torch.testing.assert_close(own, reference, atol=5e-2, rtol=5e-2)

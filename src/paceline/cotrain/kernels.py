@@ -21,11 +21,10 @@ def attend(query_NHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, causal: bool, 
         raise ValueError(f"{len(query_NHD)} queries over {len(key_MKD)} keys, causal {causal}: the kernels cannot")
     if not has_kernel(query_NHD, value_MKD):
         return dense(query_NHD, key_MKD, value_MKD, causal, scale)
+    if query_NHD.device.type != "cpu":
+        return varlen(query_NHD, key_MKD, value_MKD, causal, scale)
     query, key, value = (x.transpose(0, 1)[None] for x in (query_NHD, key_MKD, value_MKD))
-    if query.device.type == "cpu":
-        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    else:
-        out, lse = _ATEN._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+    out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
@@ -42,32 +41,64 @@ def attend_backward(
     """Gradients of query, key and value where ``out_NHD`` and ``lse_NH`` may be those of a larger attention."""
     if not has_kernel(query_NHD, value_MKD):
         return dense_backward(grad_NHD, query_NHD, key_MKD, value_MKD, out_NHD, lse_NH, causal, scale)
+    if query_NHD.device.type != "cpu":
+        return varlen_backward(grad_NHD, query_NHD, key_MKD, value_MKD, out_NHD, lse_NH, causal, scale)
     laid_out = (x.transpose(0, 1)[None] for x in (grad_NHD, query_NHD, key_MKD, value_MKD, out_NHD))
     grad, query, key, value, out = laid_out
     lse = lse_NH.transpose(0, 1)[None]
-    if query.device.type == "cpu":
-        grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, causal, scale=scale
-        )
-    else:
-        none = torch.empty(0, dtype=torch.int64, device=query.device)
-        unused = torch.empty((), dtype=torch.int64, device=query.device)
-        sizes = (none, none, query.shape[2], key.shape[2])
-        grads = _ATEN._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, lse.contiguous(), *sizes, 0.0, causal, unused, unused, scale=scale
-        )
+    grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, lse, 0.0, causal, scale=scale
+    )
     query_grad, key_grad, value_grad = (x[0].transpose(0, 1) for x in grads)
     return query_grad, key_grad, value_grad
 
 
 def has_kernel(query_NHD: Tensor, value_MKD: Tensor) -> bool:
     """Whether there is a kernel for such heads; else matrices of N x M scores are made."""
-    sizes, shared = query_NHD.shape[-1] == value_MKD.shape[-1], query_NHD.shape[1] != value_MKD.shape[1]
+    sizes = query_NHD.shape[-1] == value_MKD.shape[-1]
     if query_NHD.device.type == "cpu":
         return sizes and hasattr(_ATEN, "_scaled_dot_product_flash_attention_for_cpu_backward")
-    # CUDA's flash kernel takes half precision, and heads of its own for each key.
+    # CUDA's flash kernel takes half precision; query heads may share those of keys.
     fits = query_NHD.dtype in _HALF and query_NHD.shape[-1] % 8 == 0 and query_NHD.shape[-1] <= 256
-    return sizes and fits and not shared and query_NHD.device.type == "cuda"
+    return sizes and fits and query_NHD.device.type == "cuda" and hasattr(_ATEN, "_flash_attention_backward")
+
+
+def varlen(query_NHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """``attend`` by CUDA's flash kernel for packed sequences, of which this is one: it takes the layout as it is."""
+    out_NHD, lse_HN, *_ = _ATEN._flash_attention_forward(
+        query_NHD, key_MKD, value_MKD, *_one_sequence(query_NHD, key_MKD), 0.0, causal, False, scale=scale
+    )
+    return out_NHD, lse_HN.transpose(0, 1)
+
+
+def varlen_backward(
+    grad_NHD: Tensor,
+    query_NHD: Tensor,
+    key_MKD: Tensor,
+    value_MKD: Tensor,
+    out_NHD: Tensor,
+    lse_NH: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attend_backward`` by the same kernel."""
+    # Without dropout the kernel draws nothing, and reads neither of these.
+    state = torch.zeros(2, dtype=torch.uint64, device=query_NHD.device)
+    unused = torch.empty(0, device=query_NHD.device)
+    given = (grad_NHD.contiguous(), query_NHD, key_MKD, value_MKD, out_NHD, lse_NH.transpose(0, 1).contiguous())
+    query_grad, key_grad, value_grad = _ATEN._flash_attention_backward(
+        *given, *_one_sequence(query_NHD, key_MKD), 0.0, causal, state, unused, scale=scale
+    )
+    return query_grad, key_grad, value_grad
+
+
+def _one_sequence(query_NHD: Tensor, key_MKD: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Where the sequences of queries and of keys begin and end, and the longest of each."""
+    queries, keys = len(query_NHD), len(key_MKD)
+    bounds_2, key_bounds_2 = (
+        torch.tensor([0, count], dtype=torch.int32, device=query_NHD.device) for count in (queries, keys)
+    )
+    return bounds_2, key_bounds_2, queries, keys
 
 
 def dense(query_NHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
