@@ -105,6 +105,8 @@ def school(
             f"drafter.kind={config.drafter.kind} has no model that could be trained; set drafter.kind=eagle3"
         )
     _claim(out, resume, overwrite)
+    if config.learner_ranks > 1:
+        tell("parallel and cluster.learner_workers are of paceline train; before a run one process trains the drafter")
     if config.threads:
         torch.set_num_threads(config.threads)
     policy = Policy.load(config.policy, config.seed)

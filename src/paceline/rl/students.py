@@ -16,6 +16,7 @@ from paceline.drafters.heads import Head
 from paceline.rl.batch import Batch
 from paceline.rl.learner import Learner
 from paceline.rl.policy import Policy
+from paceline.schema import PacelineError
 
 
 class Taught(msgspec.Struct, kw_only=True):
@@ -98,14 +99,19 @@ class LocalStudent:
 
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor] | None) -> None:
         """As the protocol says."""
-        before = {name: tensor.clone() for name, tensor in self.weights.items()}
-        self.trainer.load_weights(weights)
-        try:
-            if state is not None:
-                self.trainer.load_state(state)
-        except Exception:
-            self.trainer.load_weights(before)
-            raise
+        load_trainer(self.trainer, weights, state)
+
+
+def load_trainer(trainer: Trainer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor] | None) -> None:
+    """``Student.load`` for a trainer of this process."""
+    before = {name: tensor.clone() for name, tensor in trainer.weights.items()}
+    trainer.load_weights(weights)
+    try:
+        if state is not None:
+            trainer.load_state(state)
+    except PacelineError:
+        trainer.load_weights(before)
+        raise
 
 
 @dataclass
@@ -164,6 +170,6 @@ class RemoteStudent:
         load_drafter(self.model, weights)
         try:
             self._learner.load_drafter(weights, state)
-        except Exception:
+        except PacelineError:
             load_drafter(self.model, before)
             raise

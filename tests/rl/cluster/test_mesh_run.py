@@ -94,6 +94,23 @@ def test_a_mesh_whose_rank_dies_resumes_as_another_and_as_one_process(alone, tmp
     assert_same_run(resumed, tmp_path / "run", records, folder)
 
 
+def test_a_drafters_state_that_does_not_fit_is_an_event_and_the_mesh_goes_on(alone, tmp_path):
+    policy, _, _ = alone
+    folder, short = tmp_path / "run", (*ONLINE, "rl.steps=2")
+    train(tiny_config(policy, folder, *short))
+    found = checkpoint.load_latest(folder / "checkpoints")
+    found.tensors["drafter_optimiser"].pop("updates")
+    meta = {key: value for key, value in found.meta.items() if key != "step"}
+    checkpoint.save(folder / "checkpoints", found.step, found.tensors, meta, found.blobs)
+    said = []
+    resumed = train(tiny_config(policy, folder, *ONLINE, *MESH), resume=True, on_event=said.append)
+    lost = [text for text in said if isinstance(text, str) and text.startswith("drafter_lost")]
+    assert lost == [
+        "drafter_lost: checkpoint: tensor updates is missing from the optimiser's state; the drafter starts anew"
+    ]
+    assert [record.draft_trained for record in resumed] == [True] * len(resumed)
+
+
 def test_a_policy_that_cannot_be_cut_is_refused_in_one_line(tmp_path):
     policy = save_tiny(tmp_path / "model", "gpt2")
     with pytest.raises(PacelineError, match="a policy of type gpt2: cannot be cut into stages; use llama"):

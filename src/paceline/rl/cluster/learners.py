@@ -97,8 +97,11 @@ class RemoteLearner:
         """
         own = {f"{DRAFTER}{name}": tensor for name, tensor in weights.items()}
         theirs = {f"{OPTIMISER}{name}": tensor for name, tensor in (state or {}).items()}
-        self._all("load_drafter", self._sender.send(Weights(0, own | theirs)), stalls_after=STATE_SECONDS)
+        refusals = self._all("load_drafter", self._sender.send(Weights(0, own | theirs)), stalls_after=STATE_SECONDS)
         self._sender.release(0)
+        for refusal in refusals:
+            if refusal is not None:
+                raise PacelineError(refusal)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """As ``Learner.load_state``; the ranks get the driver's policy with it, so that is loaded before."""

@@ -27,7 +27,8 @@ from paceline.rl.parallel.drafting import MeshStudent
 from paceline.rl.parallel.learner import ParallelLearner
 from paceline.rl.policy import Policy, device_of
 from paceline.rl.sharded import ShardedLearner, fingerprint, join
-from paceline.schema import Tokens
+from paceline.rl.students import load_trainer
+from paceline.schema import PacelineError, Tokens
 
 #: Where ranks meet that are all on one node.
 LOOPBACK = "127.0.0.1"
@@ -165,14 +166,17 @@ class RankActor:
         self._joined().load_policy(under(POLICY, tensors))
         self._joined().load_state(under(OPTIMISER, tensors))
 
-    def load_drafter(self, parcel: Parcel) -> None:
-        """Restore the drafter, and its optimiser's state where the parcel has one."""
+    def load_drafter(self, parcel: Parcel) -> str | None:
+        """Restore the drafter, and its optimiser's state where the parcel has one; why it does not fit, where so."""
         if self._student is None or self._student.trainer is None:
-            return
+            return None
         tensors = Receiver(STATE_SECONDS).receive(parcel).policy
-        self._student.trainer.load_weights(under(DRAFTER, tensors))
-        if state := under(OPTIMISER, tensors):
-            self._student.trainer.load_state(state)
+        try:
+            load_trainer(self._student.trainer, under(DRAFTER, tensors), under(OPTIMISER, tensors) or None)
+        except PacelineError as error:
+            # Other ranks have no drafter that could refuse, and all go on.
+            return str(error)
+        return None
 
     # Beside them, at any time
 
