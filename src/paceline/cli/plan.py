@@ -61,10 +61,10 @@ def plan(
         from paceline.cotrain.parallel.plan.drafter import drafter_for
         from paceline.cotrain.parallel.plan.layouts import Job
         from paceline.cotrain.parallel.plan.plan import make_plan
-        from paceline.cotrain.parallel.plan.shapes import load_shape
         from paceline.cotrain.parallel.plan.tables import bars, heading, tables, verdict
         from paceline.cotrain.parallel.plan.timing import Hardware
         from paceline.simulate.bars import write_bars
+        from paceline.sizes.shapes import load_shape
 
         shape = load_shape(model)
         head = drafter_for(

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 
 from live_bytes import LiveBytes
 from paceline.cotrain.parallel.plan.activations import layer_gradient_bytes, layer_saved_bytes
-from paceline.cotrain.parallel.plan.shapes import shape_of
+from paceline.sizes.shapes import shape_of
 from saved_bytes import saved_bytes
 
 TOKENS = 32

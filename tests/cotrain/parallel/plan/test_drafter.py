@@ -10,13 +10,13 @@ from paceline.cotrain.documents import Document
 from paceline.cotrain.losses import Teacher
 from paceline.cotrain.parallel.plan.drafter import drafter_for
 from paceline.cotrain.parallel.plan.memory import trunk_bytes
-from paceline.cotrain.parallel.plan.presets import PRESETS
-from paceline.cotrain.parallel.plan.shapes import load_shape, shape_of
 from paceline.cotrain.ttt import TrainingTimeTest
 from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.eagle3 import Eagle3Head
 from paceline.drafters.heads.llama import llama_config
 from paceline.drafters.heads.make import make_head
+from paceline.sizes.presets import PRESETS
+from paceline.sizes.shapes import load_shape, shape_of
 from saved_bytes import saved_bytes
 
 SMALL = {

@@ -13,12 +13,12 @@ from paceline.cotrain.parallel.plan.memory import (
     teacher_logits_bytes,
     trunk_bytes,
 )
-from paceline.cotrain.parallel.plan.shapes import load_shape
 from paceline.cotrain.parallel.plan.taps import states_sent, tap_slots
 from paceline.cotrain.parallel.plan.timing import Hardware, stage_flops, step_times
 from paceline.cotrain.parallel.plan.traffic import rank_traffic, ring_backward_bytes, ring_forward_bytes
 from paceline.cotrain.parallel.slots import SCHEDULES, free_running, minimum, order_of
 from paceline.schema import PacelineError
+from paceline.sizes.shapes import load_shape
 
 GIB = 1 << 30
 CONTEXT = 262144

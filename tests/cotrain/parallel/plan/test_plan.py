@@ -7,11 +7,11 @@ from paceline.cotrain.parallel.plan.drafter import drafter_for
 from paceline.cotrain.parallel.plan.layouts import AXES, Job
 from paceline.cotrain.parallel.plan.memory import MEMORY_KINDS, rank_memory
 from paceline.cotrain.parallel.plan.plan import RESERVED, PlanResult, make_plan, step_seconds
-from paceline.cotrain.parallel.plan.shapes import load_shape
 from paceline.cotrain.parallel.plan.timing import Hardware, step_times
 from paceline.cotrain.parallel.plan.traffic import TRAFFIC_KINDS, rank_traffic
 from paceline.cotrain.parallel.slots import SCHEDULES
 from paceline.schema import PacelineError
+from paceline.sizes.shapes import load_shape
 
 
 def plan(

@@ -1,6 +1,6 @@
 """What autograd keeps of a policy's layer: closed forms of what transformers' layers save, to the byte."""
 
-from paceline.cotrain.parallel.plan.shapes import Shape
+from paceline.sizes.shapes import Shape
 
 
 def layer_saved_bytes(shape: Shape, layer: int, tokens: int, width: int) -> int:

@@ -5,9 +5,9 @@ from typing import Literal
 import msgspec
 
 from paceline.config import CotrainConfig, HeadConfig
-from paceline.cotrain.parallel.plan.shapes import Shape
 from paceline.drafters.heads.block import block_taps
 from paceline.drafters.heads.make import default_taps
+from paceline.sizes.shapes import Shape
 
 DrafterKind = Literal["eagle3", "dflash"]
 #: Layers of a block head as DFlash has them (arXiv 2602.06036).

@@ -12,9 +12,9 @@ from paceline.cotrain.parallel.plan.pipeline import (
     refusal,
     schedules_named,
 )
-from paceline.cotrain.parallel.plan.shapes import Shape
 from paceline.cotrain.parallel.stages import split
 from paceline.schema import PacelineError
+from paceline.sizes.shapes import Shape
 
 AXES = ("data", "context", "tensor", "pipeline", "expert")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.cotrain.parallel.plan.presets import PRESETS
 from paceline.schema import PacelineError
+from paceline.sizes.presets import PRESETS
 from paceline.typed_yaml import nearest
 
 #: Families whose parameters are counted; those with a mixture of experts name its sizes.

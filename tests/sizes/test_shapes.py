@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paceline.cotrain.parallel.plan.presets import PRESETS
-from paceline.cotrain.parallel.plan.shapes import load_shape, shape_of
 from paceline.schema import PacelineError
+from paceline.sizes.presets import PRESETS
+from paceline.sizes.shapes import load_shape, shape_of
 
 SMALL = {
     "hidden_size": 64,
