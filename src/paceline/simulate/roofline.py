@@ -240,14 +240,15 @@ def _add(parts: dict[str, list[float]], name: str, count: float, seconds: tuple[
 def _check(roofline: Roofline, windows: Mapping[int, int]) -> None:
     """PacelineError for a layout or setting that the model does not divide by."""
     shape, layout = roofline.shape, roofline.layout
+    if min(msgspec.structs.astuple(layout)) < 1:
+        raise PacelineError(f"step time of {shape.name}: {layout}: each axis is 1 or more")
     count = shape.experts.count if shape.experts is not None else 1
     many, few = max(layout.tensor, layout.expert), min(layout.tensor, layout.expert)
     wrong = {
-        f"layout {layout}: each axis is 1 or more": min(msgspec.structs.astuple(layout)) < 1,
         f"tensor {layout.tensor} does not divide {shape.heads} heads": shape.heads % layout.tensor,
         f"pipeline {layout.pipeline} is more than {shape.layers} layers": layout.pipeline > shape.layers,
         f"expert {layout.expert} does not divide {count} experts": count % layout.expert,
-        f"expert {layout.expert} and tensor {layout.tensor}: one is a multiple of the other": few > 0 and many % few,
+        f"expert {layout.expert} and tensor {layout.tensor}: one is a multiple of the other": many % few,
         f"expert {layout.expert} is more than tensor x data": layout.expert > layout.tensor * layout.data,
         f"imbalance {roofline.imbalance}: is 1 or more": not 1 <= roofline.imbalance < math.inf,
         f"host_s {roofline.host_s}: is 0 or more": not 0 <= roofline.host_s < math.inf,
