@@ -133,6 +133,13 @@ def test_a_preempted_request_is_the_newest_and_is_read_again_when_it_returns():
     assert (free.passes, free.preemptions, free.recomputed_tokens) == (6, 0, 0)
 
 
+def test_a_preempted_request_returns_before_those_that_never_ran():
+    limits = Limits(slots=2, kv_tokens=16, headroom=0.0)
+    done = rollout(requests([6, 6, 6], prompts=4), Step(), limits=limits)
+    # The third would fit beside the first, but the second is at the head of the queue and does not.
+    assert done.finish_N.tolist() == [7.0, 10.0, 14.0]
+
+
 def test_headroom_keeps_requests_waiting_that_would_soon_be_preempted():
     own = requests([20] * 8, prompts=10)
     crowded, roomy = (
@@ -148,7 +155,32 @@ def test_the_last_request_alone_drafts_no_more_than_the_caches_hold():
     assert done.engines[0].most_kv_tokens == 7
 
 
-FLAT = st.sampled_from([Fixed(0), Fixed(1), Fixed(3), ByRows({1: 4, 3: 2, 6: 0}), Adaptive(5)])
+POLICIES = [Fixed(0), Fixed(1), Fixed(3), ByRows({1: 4, 3: 2, 6: 0}), Adaptive(5)]
+# Where caches are full a drafted token costs ever more: the best length falls while nothing else changes.
+CACHES_MATTER = Step(lambda rows, tokens, kv: 6e-3 + 1e-6 * tokens * kv)
+
+
+def assert_the_same(leaping, stepping):
+    for a, b in zip(leaping.engines, stepping.engines, strict=True):
+        for name in ("tokens", "passes", "drafted_passes", "forwards", "drafted", "read_tokens", "recomputed_tokens"):
+            assert getattr(a, name) == getattr(b, name), name
+        assert (a.preemptions, a.most_rows, a.most_kv_tokens) == (b.preemptions, b.most_rows, b.most_kv_tokens)
+        assert a.tail_seconds == pytest.approx(b.tail_seconds)
+        assert [rows for _, rows in a.changes] == [rows for _, rows in b.changes]
+    assert leaping.finish_N == pytest.approx(stepping.finish_N, rel=1e-9)
+
+
+@pytest.mark.parametrize("length", POLICIES)
+@pytest.mark.parametrize("kv_tokens", [None, 240, 400])
+def test_leaps_end_where_single_passes_do_also_with_full_caches_and_lengths_that_follow_them(length, kv_tokens):
+    own, limits = drawn(4, max_tokens=200), Limits(slots=6, kv_tokens=kv_tokens)
+    leaping, stepping = (
+        rollout(own, CACHES_MATTER, Rate(0.8, 1e-4), length, limits=limits, seed=8, leaps=leaps)
+        for leaps in (True, False)
+    )
+    assert_the_same(leaping, stepping)
+    assert (leaping.preemptions > 5) == (kv_tokens is not None)
+    assert kv_tokens is None or leaping.engines[0].most_kv_tokens <= kv_tokens
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,9 +189,9 @@ FLAT = st.sampled_from([Fixed(0), Fixed(1), Fixed(3), ByRows({1: 4, 3: 2, 6: 0})
     groups=st.integers(1, 5),
     prompt=st.integers(1, 30),
     slots=st.integers(1, 9),
-    room=st.one_of(st.none(), st.integers(0, 200)),
+    room=st.one_of(st.none(), st.integers(0, 60)),
     engines=st.integers(1, 3),
-    length=FLAT,
+    length=st.sampled_from(POLICIES),
     rate=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
     seed=st.integers(0, 1 << 40),
 )
@@ -172,7 +204,7 @@ def test_every_token_comes_once_within_slots_and_caches_and_leaps_end_where_sing
     leaping, stepping = (
         rollout(
             own,
-            Step(LINEAR._seconds),
+            CACHES_MATTER,
             Rate(rate, 1e-3),
             length,
             limits=limits,
@@ -191,13 +223,7 @@ def test_every_token_comes_once_within_slots_and_caches_and_leaps_end_where_sing
         assert kv_tokens is None or all(engine.most_kv_tokens <= kv_tokens for engine in done.engines)
         assert (done.rows_P <= slots * engines).all()
         assert done.rows_P[-1] == 0
-    for a, b in zip(leaping.engines, stepping.engines, strict=True):
-        for name in ("tokens", "passes", "drafted_passes", "forwards", "drafted", "read_tokens", "recomputed_tokens"):
-            assert getattr(a, name) == getattr(b, name), name
-        assert (a.preemptions, a.most_rows, a.most_kv_tokens) == (b.preemptions, b.most_rows, b.most_kv_tokens)
-        assert a.tail_seconds == pytest.approx(b.tail_seconds)
-        assert [rows for _, rows in a.changes] == [rows for _, rows in b.changes]
-    assert leaping.finish_N == pytest.approx(stepping.finish_N, rel=1e-9)
+    assert_the_same(leaping, stepping)
 
 
 def test_the_law_is_that_of_a_simulation_by_an_ordinary_generator():
