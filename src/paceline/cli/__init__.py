@@ -12,6 +12,7 @@ from paceline.cli.config import config
 from paceline.cli.diff import diff
 from paceline.cli.draft import draft
 from paceline.cli.plan import plan
+from paceline.cli.profile import profile
 from paceline.cli.replay import replay
 from paceline.cli.report import report
 from paceline.cli.serve import serve
@@ -20,7 +21,7 @@ from paceline.cli.train import train
 from paceline.cli.warmup import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for _command in (train, warmup, replay, plan, audit, diff, report, timeline, serve, config, assets):
+for _command in (train, warmup, replay, profile, plan, audit, diff, report, timeline, serve, config, assets):
     app.command()(_command)
 app.add_typer(cache, name="cache")
 app.add_typer(draft, name="draft")
