@@ -183,6 +183,16 @@ def test_leaps_end_where_single_passes_do_also_with_full_caches_and_lengths_that
     assert kv_tokens is None or leaping.engines[0].most_kv_tokens <= kv_tokens
 
 
+def test_leaps_without_drafts_end_where_caches_have_grown_enough_for_drafts_to_pay():
+    step = Step(lambda rows, tokens, kv: 1e-3 * tokens + 2e-5 * kv)
+    own, limits = drawn(4, max_tokens=300), Limits(slots=6)
+    leaping, stepping = (
+        rollout(own, step, Rate(0.7), Adaptive(5), limits=limits, seed=8, leaps=leaps) for leaps in (True, False)
+    )
+    assert_the_same(leaping, stepping)
+    assert 0 < leaping.engines[0].drafted_passes < leaping.passes
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=14),
@@ -312,14 +322,14 @@ def test_the_adaptive_length_is_the_one_of_an_exhaustive_search():
     # A token costs much from 32 tokens in the batch on: many rows leave no room for drafts.
     step = Step(lambda rows, tokens, kv: 1 + 0.2 * max(tokens - 32, 0) + 1e-4 * kv)
     draft = Rate(0.75, 0.02)
-    times, chosen = PassTimes(step, draft, 1000), []
+    times, policy, chosen = PassTimes(step, draft, 1000), Adaptive(8), []
     for rows in (1, 2, 4, 8, 16, 32):
         kv = 2 ** (8 + 1 / 8)  # the middle of a range
         rates = [
             (1 + float(draft.kept(k) @ np.arange(k + 1))) / (step.seconds(rows, rows * (k + 1), kv) + 0.02 * k)
             for k in range(9)
         ]
-        chosen.append(Adaptive(8).choose(times, rows, int(kv)).drafted)
+        chosen.append(policy.choose(times, rows, int(kv)).drafted)
         assert chosen[-1] == int(np.argmax(rates))
     assert chosen[0] > chosen[3] > chosen[5] == 0
 
@@ -376,6 +386,18 @@ def test_without_luck_the_speedup_is_exact_and_its_interval_has_no_width():
     found = compare(lambda seed: own, Step(), Rate(1.0, 0.1), Fixed(3), limits=Limits(slots=6), repeats=4)
     assert [found.speedup, found.low, found.high] == pytest.approx([4 / 1.3] * 3)
     assert (found.plain.passes, found.drafted.passes) == (40, 10)
+
+
+def test_every_repeat_has_requests_and_luck_of_its_own():
+    asked, own = [], drawn()
+
+    def always_the_same(seed):
+        asked.append(seed)
+        return own
+
+    found = compare(always_the_same, LINEAR, Rate(0.7), Fixed(3), limits=Limits(slots=16), repeats=3, seed=5)
+    assert asked == [5, 6, 7]
+    assert len(set(found.speedup_S.tolist())) == 3
 
 
 def test_the_interval_spans_the_luck_of_lengths_and_drafts():
