@@ -48,6 +48,8 @@ def test_beyond_a_domain_the_network_moves_a_share_of_each_gpu():
     assert TOY.all_reduce_seconds(4000, 8) == pytest.approx(2.5 + 2 * (5.0 + 3.0))
     # Half of what each sends leaves the domain, and takes longer than the three eighths that stay.
     assert TOY.all_to_all_seconds(4000, 8) == pytest.approx(2.0 + 2000 / 100)
+    quick = msgspec.structs.replace(TOY, network_bytes_per_s=1e6)
+    assert quick.all_to_all_seconds(40_000, 8) == pytest.approx(0.5 + 40_000 * 3 / 8 / 1000)
     assert TOY.send_seconds(4000, far=True) == pytest.approx(2.0 + 40.0)
 
 

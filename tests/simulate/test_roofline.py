@@ -209,6 +209,16 @@ def test_experts_over_copies_meet_all_their_tokens_and_are_sent_them():
     assert found.all_reduce_s == 0.0
 
 
+def test_experts_over_copies_replace_their_layers_sum_by_an_exchange_and_a_gather():
+    found = Roofline(MIXTURE, GPU, Layout(tensor=2, data=2, expert=4), buckets=[]).breakdown(4, 4, 0)
+    # A copy of two GPUs has 2 tokens: attention's sums and the embeddings', then logits.
+    whole = 2 * 64 * 2
+    assert found.all_reduce_s == pytest.approx(3 * (0.01 + 2 * whole / 2 / 1e6) + 0.01 + 2 * 100 * 4 / 2 / 1e6)
+    numbers = 4 * (1 - (3 / 4) ** 2) * 64
+    there_and_back = 2 * (0.01 + numbers * 2 * 3 / 4 / 1e6)
+    assert found.all_to_all_s == pytest.approx(2 * (there_and_back + 0.01 + whole / 2 / 1e6))
+
+
 @given(
     rows=st.integers(1, 300),
     drafted=st.integers(0, 7),
@@ -227,6 +237,9 @@ def test_more_drafts_and_longer_contexts_never_take_less(
     time = Roofline(load_shape(name), PRESETS["h200"], layout, precision="fp8")
     base = time.seconds(rows, rows * (1 + drafted), rows * context)
     assert 0 < base < math.inf
+    for again in (context, context + more_context):
+        whole = time.breakdown(rows, rows * (1 + drafted), rows * again).seconds
+        assert time.seconds(rows, rows * (1 + drafted), rows * again) == pytest.approx(whole)
     assert time.seconds(rows, rows * (1 + drafted + more_drafted), rows * context) >= base
     assert time.seconds(rows, rows * (1 + drafted), rows * (context + more_context)) >= base * (1 - 1e-12)
 
@@ -253,6 +266,10 @@ def test_memory_holds_weights_then_caches():
     assert time.row_bytes(100) == row
     assert time.most_rows(100) == int((0.9e6 - weights) // row)
     assert time.most_rows(100, share=0.5, other_bytes=1e5) == int((0.5e6 - 1e5 - weights) // row)
+    tied = shape_of(SMALL | {"model_type": "llama", "tie_word_embeddings": True}, "tied")
+    assert Roofline(tied, GPU).weight_bytes() == weights - 2 * 6400
+    assert Roofline(DENSE, GPU, Layout(pipeline=2)).weight_bytes() == weights / 2, "the ends have a matrix each"
+    assert Roofline(DENSE, GPU, Layout(pipeline=2)).row_bytes(100) == row / 2
     assert Roofline(DENSE, GPU, Layout(data=3)).most_rows(100) == 3 * time.most_rows(100)
     assert Roofline(DENSE, GPU, windows={0: 10}).row_bytes(100) == row / 2 + row / 20
     assert Roofline(HYBRID, GPU).row_bytes(100) == 2 * 32 * 2 * 100 + 4 * 4 * 16 * 16

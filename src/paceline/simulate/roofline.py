@@ -57,20 +57,23 @@ class Roofline:
         self.precision, self.attention_precision = precision, attention_precision or precision
         self.kv_precision = kv_precision
         self.imbalance, self.buckets, self.host_s = imbalance, sorted(buckets), host_s
-        windows = windows or {}
-        _check(self, windows)
-        #: (sparse, linear, window, parameters of attention, of the rest, of experts) -> layers that are so.
+        self.windows = windows or {}
+        _check(self)
+        #: (sparse, linear, parameters of attention, of the rest, of experts) -> layers that are so.
         self._kinds = Counter(
             (
                 shape.sparse[i],
                 shape.linear[i],
-                windows.get(i, math.inf),
                 shape.attention_parameters(i),
                 shape.dense_parameters(i) - shape.attention_parameters(i),
                 shape.expert_parameters(i),
             )
             for i in range(shape.layers)
         )
+        #: Of layers whose attention is not linear: tokens that they look back at most -> how many do.
+        self._windows = Counter(self.windows.get(i, math.inf) for i in range(shape.layers) if not shape.linear[i])
+        #: (rows, tokens) -> seconds of all of a pass but attention.
+        self._rest_s: dict[tuple[int, int], float] = {}
         #: A pipeline goes at the pace of its longest stage.
         self._stretch = math.ceil(shape.layers / layout.pipeline) * layout.pipeline / shape.layers
         axes = ", ".join(f"{axis} {size}" for axis, size in msgspec.structs.asdict(layout).items() if size > 1)
@@ -80,26 +83,31 @@ class Roofline:
 
     def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:
         """Seconds of a pass, over the whole layout; with a pipeline, of as many micro-batches as fill it."""
-        return self.breakdown(rows, tokens, kv_tokens).seconds
+        check_pass(rows, tokens, kv_tokens)
+        if (rows, tokens) not in self._rest_s:
+            by_kind = self.breakdown(rows, tokens, kv_tokens).by_kind()
+            self._rest_s[rows, tokens] = sum(by_kind.values()) - by_kind["attention"]
+        return self._rest_s[rows, tokens] + self._attention(*self._busiest(rows, tokens), kv_tokens / rows).seconds
+
+    def _busiest(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Requests and tokens of the GPU that has the most, in one micro-batch."""
+        cut = self.layout.data * min(self.layout.pipeline, math.ceil(rows / self.layout.data))
+        return math.ceil(rows / cut), math.ceil(tokens / cut)
 
     def breakdown(self, rows: int, tokens: int, kv_tokens: float) -> Breakdown:
         """The pass by kind, on the busiest GPU. PacelineError for a pass that cannot be."""
         check_pass(rows, tokens, kv_tokens)
         layout, hardware, shape = self.layout, self.hardware, self.shape
-        cut = layout.data * min(layout.pipeline, math.ceil(rows / layout.data))
-        rows_here, tokens_here = math.ceil(rows / cut), math.ceil(tokens / cut)
+        rows_here, tokens_here = self._busiest(rows, tokens)
         padded = next((size for size in self.buckets if size >= tokens_here), tokens_here)
         in_graph = bool(self.buckets) and padded <= self.buckets[-1]
         parts: dict[str, list[float]] = {}
         kernels, touched = 0, 0.0
-        for (sparse, linear, window, own, rest, experts), layers in self._kinds.items():
+        for (sparse, linear, own, rest, experts), layers in self._kinds.items():
             count = layers * self._stretch
             _add(parts, "projections", count, self._matrices(own, padded, self.attention_precision))
             if linear:
                 _add(parts, "linear attention", count, self._states(rows_here, tokens_here))
-            else:
-                context = min(kv_tokens / rows, window)
-                _add(parts, "attention", count, self._attention(rows_here, tokens_here, context))
             _add(parts, "mlp", count, self._matrices(rest, padded, self.precision))
             if sparse:
                 memory_s, compute_s, share = self._experts(experts, padded)
@@ -111,7 +119,10 @@ class Roofline:
         _add(parts, "sampling", 1, (4 * _LOGIT_PASSES * tokens_here * shape.vocabulary / hardware.read_bytes_per_s, 0))
         hidden_bytes = padded * shape.hidden * BYTES["bf16"]
         return Breakdown(
-            parts=tuple(Part(name, *seconds) for name, seconds in parts.items()),
+            parts=(
+                self._attention(rows_here, tokens_here, kv_tokens / rows),
+                *(Part(name, *seconds) for name, seconds in parts.items()),
+            ),
             all_reduce_s=self._all_reduce_s(hidden_bytes, tokens_here, sparse_layers),
             all_to_all_s=self._all_to_all_s(padded, sparse_layers),
             pipeline_s=(layout.pipeline - 1)
@@ -128,7 +139,7 @@ class Roofline:
         layers = sum(
             count * (own * BYTES[self.attention_precision] + rest * BYTES[self.precision]) / layout.tensor
             + count * experts * BYTES[self.precision] / max(layout.tensor, layout.expert)
-            for (_, _, _, own, rest, experts), count in self._kinds.items()
+            for (_, _, own, rest, experts), count in self._kinds.items()
         )
         matrices = 1 if shape.tied or layout.pipeline > 1 else 2
         whole = matrices * shape.matrix * BYTES["bf16"] / layout.tensor
@@ -136,11 +147,7 @@ class Roofline:
 
     def row_bytes(self, context: int) -> float:
         """Bytes of a request's caches and states on a GPU, ``context`` tokens long."""
-        full = sum(
-            count * self._kv_bytes() * min(context, window)
-            for (_, linear, window, *_), count in self._kinds.items()
-            if not linear
-        )
+        full = sum(layers * self._kv_bytes() * min(context, window) for window, layers in self._windows.items())
         states = sum(self.shape.linear) * self._state_bytes()
         return (full + states) * self._stretch / self.layout.pipeline
 
@@ -171,11 +178,13 @@ class Roofline:
         heads = max(1.0, self.shape.kv_heads / self.layout.tensor)
         return 2 * heads * self.shape.head_dim * BYTES[self.kv_precision]
 
-    def _attention(self, rows: int, tokens: int, context: float) -> tuple[float, float]:
+    def _attention(self, rows: int, tokens: int, context: float) -> Part:
         """Caches read once for all tokens of a request, those of its tokens written; q k and p v are 4 FLOPs a pair."""
-        kv_bytes = self._kv_bytes() * (rows * context + tokens)
-        flops = 4 * self.shape.q / self.layout.tensor * tokens * context
-        return kv_bytes / self.hardware.read_bytes_per_s, flops / self.hardware.attention_flops
+        layers = sum(self._windows.values())
+        seen = sum(count * min(context, window) for window, count in self._windows.items())
+        moved = self._stretch * self._kv_bytes() * (rows * seen + tokens * layers)
+        flops = self._stretch * 4 * self.shape.q / self.layout.tensor * tokens * seen
+        return Part("attention", moved / self.hardware.read_bytes_per_s, flops / self.hardware.attention_flops)
 
     def _state_bytes(self) -> float:
         """A request's state in a gated delta net in float32 on a GPU; key heads are as wide as value heads."""
@@ -237,9 +246,9 @@ def _add(parts: dict[str, list[float]], name: str, count: float, seconds: tuple[
     part[1] += count * seconds[1]
 
 
-def _check(roofline: Roofline, windows: Mapping[int, int]) -> None:
+def _check(roofline: Roofline) -> None:
     """PacelineError for a layout or setting that the model does not divide by."""
-    shape, layout = roofline.shape, roofline.layout
+    shape, layout, windows = roofline.shape, roofline.layout, roofline.windows
     if min(msgspec.structs.astuple(layout)) < 1:
         raise PacelineError(f"step time of {shape.name}: {layout}: each axis is 1 or more")
     count = shape.experts.count if shape.experts is not None else 1
