@@ -1,9 +1,10 @@
-"""The projections of arXiv 2604.26779 for Qwen3-235B-A22B, predicted from published settings: no value is fitted.
+"""The projections of arXiv 2604.26779 for Qwen3-235B-A22B, predicted from published settings: no speed is fitted.
 
-What that simulator was given is known in part: FP8, 4096 rollouts at once, 512 GB200 for the synchronous cells and 2048
-for the asynchronous one. The rest is taken from NeMo-RL's recipe for the same model, GPUs and precision
-(``grpo-qwen3-235b-16n4g-mxfp8-rollout.yaml``): engines of 4 GPUs, tensor parallel, q, k, v and o left in BF16, 8192
-tokens at most. The batch is full and every request half as long as it may get; tails are for ``rollout`` to simulate.
+What that simulator was given is known in part: FP8, 4096 rollouts at once, and, read second-hand, 512 GB200 for the
+synchronous cells, 2048 and 5 drafted tokens of which 4 a forward come for the asynchronous one. The rest is taken from
+NeMo-RL's recipe for the same model, GPUs and precision (``grpo-qwen3-235b-16n4g-mxfp8-rollout.yaml``): engines of 4
+GPUs, tensor parallel, q, k, v and o left in BF16, 8192 tokens at most. The batch is full and every request half as long
+as it may get. Only generation's share of a step is inferred from the cells: their two speedups imply it.
 """
 
 import math
