@@ -47,7 +47,7 @@ def numbers(value):
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_prediction_does_not_know_what_was_published_for_it(cell):
-    for steptime in (None, Roofline(5000)):
+    for steptime in (None, Roofline(100)):
         perturbed = msgspec.structs.replace(cell, published=cell.published * 1.7 + 0.3)
         assert predict(perturbed, steptime) == predict(cell, steptime)
     assert cell.published not in numbers(cell.given)
@@ -137,6 +137,7 @@ def test_the_h100_law_by_hand():
     assert EAGLE.seconds(2, 3, 1000) == pytest.approx(2.13526175e-3 + 1000 * 2.37768493e-9)
     assert NGRAM.seconds(2, 3, 1000) == pytest.approx(0.005875 * H100.seconds(2, 8, 1000))
     assert h100_pass(2, 0, 500) == 1
+    assert h100_pass(2, 3, 500, kv_scale=0.25) == h100_pass(2, 3, 125)
     assert h100_pass(2, 3, 500, nodes=9) - h100_pass(2, 3, 500) == pytest.approx(
         12 * 2.10103129e-5 / H100.seconds(2, 2, 1000)
     )
@@ -151,9 +152,9 @@ def test_an_analytic_cell_waits_for_an_analytic_step_time():
     (without,) = validate([cell])
     assert without.predicted is None
     assert without.assumed[-1] == "not predicted: needs an analytic step time"
-    # Weights only: a pass takes the same whatever is verified. Tokens only: 16 384 in place of 5 000.
+    # Weights only: a pass takes the same whatever is verified. 128 tokens of 32 rows: the knee is passed.
     assert predict(cell, Roofline(1e9)) == pytest.approx(3)
-    assert predict(cell, Roofline(5000)) == pytest.approx(3 * 5000 / 16384)
+    assert predict(cell, Roofline(100)) == pytest.approx(3 * 100 / 128)
     draft = LinearDraftCost("analytic", "x", fixed=1e9)
     assert predict(cell, Roofline(1e9), draft) == pytest.approx(1.5)
     step = next(cell for cell in CELLS if cell.name == "nemo-235b/step-k3")

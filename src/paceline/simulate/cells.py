@@ -26,6 +26,7 @@ _STEP = {"think": 1.35, "zero": 1.41}
 
 _H100_STANDS_IN = "passes cost what those of Llama-3.1-8B on an H100 in vLLM do (SpecDecode-Bench)"
 _FULL = "all rows run all the time: no tail, no shrinking batch"
+_ENGINES = "512 GPUs in engines of 4, so 32 rows an engine: the engines are those of NeMo-RL's recipe for the model"
 _THEIR_SIMULATOR = "speedups of their simulator are taken as if measured"
 #: Where a source is silent; the same for every cell.
 _ROWS, _CONTEXT = 32, 4096
@@ -63,12 +64,7 @@ def _nemo(run: str) -> list[Cell]:
             given={"plain": _PLAIN[run], "speedup": _GENERATION[run]},
             assumed=("the other phases stay as in the plain run",),
         ),
-        Cell(
-            name=f"nemo-8b-{run}/generation-k3",
-            source=_NEMO,
-            published=SWEEPS[run][3],
-            assumed=(_NO_ACCEPTANCE,),
-        ),
+        Cell(name=f"nemo-8b-{run}/generation-k3", source=_NEMO, published=SWEEPS[run][3], assumed=(_NO_ACCEPTANCE,)),
         *(
             Cell(
                 name=f"nemo-8b-{run}/generation-k{drafted}",
@@ -92,8 +88,8 @@ def _nemo(run: str) -> list[Cell]:
 
 
 def _big(name: str, published: float, drafted: int, tokens: float, **sibling: float) -> Cell:
-    """A cell of the 235B policy that a roofline is to predict."""
-    engine: dict[str, Any] = {"tokens": tokens, "drafted": drafted, "rows": 4096, "context": _CONTEXT}
+    """A cell of the 235B policy that a roofline of one engine is to predict."""
+    engine: dict[str, Any] = {"tokens": tokens, "drafted": drafted, "rows": 4096 * 4 // 512, "context": _CONTEXT}
     return Cell(
         name=f"nemo-235b/{name}",
         source=_NEMO_BIG,
@@ -101,7 +97,7 @@ def _big(name: str, published: float, drafted: int, tokens: float, **sibling: fl
         mode="analytic",
         law="analytic_step" if sibling else "analytic_rollout",
         given=engine | sibling,
-        assumed=(_SILENT_CONTEXT, _FULL, "hardware, layout and drafter are those of the step time that is given")
+        assumed=(_ENGINES, _SILENT_CONTEXT, _FULL, "hardware, precision and drafter are those of the step times given")
         + (("generation's share from the other draft length's pair",) if sibling else ()),
     )
 
@@ -133,7 +129,7 @@ CELLS: tuple[Cell, ...] = (
         source=_NEMO_BIG,
         published=3.5,
         mode="analytic",
-        assumed=("not predicted: draft length, acceptance and batch of this cell are not published",),
+        assumed=("not predicted: the draft length, acceptance and engines of this cell are not known here",),
     ),
     Cell(
         name="nemo-235b/rollout-k3-from-k7",
