@@ -6,7 +6,7 @@ Peaks are a GPU's own, dense, and links count one direction. The shares reached 
 * matrix products: cuBLASLt in FP8 at 16384 x 16384 x 16384, 1305 of 1979 TFLOP/s on an H200 and 2819.5 of 5000 on a
   GB200. A100 and H100 take Hopper's share, B200 and RTX PRO 6000 that of the GB200; BF16 is taken to reach the same.
 * attention: 0.7; FlashAttention-2 reaches up to 0.73 on A100 (arXiv 2307.08691), FlashAttention-3 0.75 on H100
-  (arXiv 2407.08608), FlashAttention-4 0.71 on B200 (arXiv 2603.05451).
+  (arXiv 2407.08608), FlashAttention-4 0.71 on B200 (its abstract, 2026).
 * fast links: 679.6 of 900 GB/s, NCCL's ring all-reduce of 8 GB on a GB200. Networks: 0.9; DeepEP's kernels between
   nodes reach 43 to 47 of 50 GB/s.
 * what a collective takes however little it moves: NCCL's all-reduce of 64 KB, 17 us on a GB200 with 4 ranks and 29 us
