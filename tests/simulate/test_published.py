@@ -1,3 +1,5 @@
+import contextlib
+import itertools
 import json
 from collections import Counter
 
@@ -6,13 +8,14 @@ import pytest
 
 from paceline.schema import PacelineError
 from paceline.simulate.cells import CELLS, SWEEPS, Cell
-from paceline.simulate.drafting import LinearDraftCost
+from paceline.simulate.drafting import DraftError, LinearDraftCost
 from paceline.simulate.published import (
     ANALYTIC_LAWS,
     EAGLE,
     H100,
     LAWS,
     NGRAM,
+    h100_longer,
     h100_pass,
     pass_growth,
     predict,
@@ -125,6 +128,16 @@ def test_no_cost_by_tokens_explains_the_cliff_of_think_from_3_to_5():
     others = (("think", (5, 7)), ("zero", (3, 5)), ("zero", (5, 7)))
     rest = [pass_growth(SWEEPS[run])[lengths] for run, lengths in others]
     assert all(least < most for least, most in rest)
+
+
+@pytest.mark.parametrize(("run", "drafted", "least"), [("zero", 5, 1.71), ("zero", 7, 1.56), ("think", 5, 1.39)])
+def test_no_rows_and_no_context_make_the_h100_law_give_the_sweep(run, drafted, least):
+    found = []
+    for rows, context in itertools.product((2**power for power in range(11)), (500, 1000, 4096, 16000)):
+        with contextlib.suppress(DraftError):  # no acceptance gives the speedup at k = 3 there
+            found.append(h100_longer(SWEEPS[run][3], 3, drafted, rows, context))
+    assert len(found) > 20
+    assert min(found) > least > 1.15 * SWEEPS[run][drafted]
 
 
 def test_growth_by_hand():
