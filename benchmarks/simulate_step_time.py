@@ -3,11 +3,14 @@
 python benchmarks/simulate_step_time.py
 """
 
+import math
+
 from paceline.simulate.breakdown import Layout
 from paceline.simulate.cost import PRESETS
 from paceline.simulate.hardware import load_hardware
+from paceline.simulate.nvidia import EagleTime, policy
+from paceline.simulate.published import analytic_rollout, validate
 from paceline.simulate.roofline import Roofline
-from paceline.simulate.validate_nvidia import cells, policy
 from paceline.sizes.shapes import load_shape
 
 CONTEXT = 4096
@@ -41,11 +44,18 @@ def dense() -> None:
     print()
 
 
+#: GPUs, drafted tokens, tokens a forward: the synchronous cells, and what is said of the asynchronous one.
+_CELLS = ((512, 3, 3.0), (512, 7, 5.0), (2048, 5, 4.0))
+
+
 def nvidia() -> None:
-    """The published projections, then what other assumptions would have given."""
-    for cell in cells():
-        print(f"{cell.name}: published {cell.published}, predicted {cell.predicted:.2f}, {cell.relative_error:+.1%}")
-        print(f"    given: {'; '.join(cell.given)}\n    assumed: {'; '.join(cell.assumed)}")
+    """NVIDIA's projections of the 235B policy, then what other assumptions than ours would have given."""
+    for cell in validate(steptime=policy(Layout(tensor=4)), draft=EagleTime(Layout(tensor=4))):
+        if cell.mode == "analytic":
+            print(
+                f"{cell.name}: published {cell.published}, predicted {cell.predicted:.2f}, {cell.relative_error:+.1%}"
+            )
+            print(f"    assumed: {'; '.join(cell.assumed)}")
     print("\nother assumptions: rollout speedups of the three cells")
     for layout, context, in_flight in (
         (Layout(tensor=4), 1024, 1),
@@ -57,8 +67,14 @@ def nvidia() -> None:
         (Layout(tensor=4, expert=8, data=2), 4096, 1),
         (Layout(tensor=4, expert=64, data=16), 4096, 1),
     ):
+        speedups = []
+        for gpus, drafted, tokens in _CELLS:
+            # The asynchronous run may have several batches of 4096 rollouts in flight.
+            rollouts = 4096 * (in_flight if gpus > 512 else 1)
+            rows = math.ceil(rollouts * layout.gpus / gpus)
+            found = analytic_rollout(policy(layout), EagleTime(layout), tokens, drafted, rows, context)
+            speedups.append(f"{found:.2f}")
         axes = f"tensor {layout.tensor}, expert {layout.expert}, data {layout.data}, context {context}"
-        speedups = [f"{cell.predicted:.2f}" for cell in cells(layout, context, in_flight)[::2]]
         print(f"{axes}, batches in flight {in_flight}".ljust(64), "  ".join(speedups))
 
 

@@ -129,7 +129,15 @@ CELLS: tuple[Cell, ...] = (
         source=_NEMO_BIG,
         published=3.5,
         mode="analytic",
-        assumed=("not predicted: the draft length, acceptance and engines of this cell are not known here",),
+        law="analytic_rollout",
+        given={"tokens": 4.0, "drafted": 5, "rows": 8, "context": 4096},
+        assumed=(
+            "5 drafted tokens and 4 a forward, read second-hand",
+            "4096 rollouts at once on 512 engines of 4 GPUs: 8 requests each",
+            _SILENT_CONTEXT,
+            _FULL,
+            "hardware, precision and drafter are those of the step times given",
+        ),
     ),
     Cell(
         name="nemo-235b/rollout-k3-from-k7",
