@@ -38,6 +38,32 @@ FROZEN = {
         "--plot",
     ],
     "profile": ["config", "overrides", "--rows", "--drafted", "--passes", "--prompt", "--json"],
+    "simulate": [
+        "--cost",
+        "--model",
+        "--hardware",
+        "--tensor",
+        "--expert",
+        "--precision",
+        "--acceptance",
+        "--draft-ms",
+        "--drafted",
+        "--prompts",
+        "--siblings",
+        "--prompt-tokens",
+        "--mean-tokens",
+        "--sigma",
+        "--max-tokens",
+        "--slots",
+        "--kv-tokens",
+        "--engines",
+        "--phases",
+        "--age-bound",
+        "--repeats",
+        "--seed",
+        "--validate",
+        "--json",
+    ],
     "plan": [
         "--model",
         "--context",
@@ -496,3 +522,49 @@ def test_profile_measures_prints_and_writes_every_pair(tmp_path):
     refused = invoke("profile", config, "--rows", "a,1")
     assert refused.exit_code != 0
     assert "--rows a,1: give whole numbers, separated by commas" in refused.output
+
+
+# simulate
+
+
+def test_simulate_answers_in_one_line_and_writes_what_it_found(tmp_path):
+    small = ("--prompts", 4, "--siblings", 2, "--mean-tokens", 40, "--max-tokens", 99, "--repeats", 1)
+    options = ("--cost", "llama-3.1-8b-h100", "--drafted", "2,adaptive", "--phases", "train=1,refit=0.5", *small)
+    done = invoke("simulate", *options, "--json", tmp_path / "s.json")
+    assert done.exit_code == 0, done.output
+    assert "drafting is taken to cost nothing; --draft-ms says what it does" in done.output
+    assert done.output.splitlines()[-1].startswith("draft: ")
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert [one["drafted"] for one in written["projected"]] == ["2", "adaptive"]
+    assert (written["mode"], written["phases"]["train"]) == ("measured", 1.0)
+    reckoned = invoke("simulate", "--model", "qwen3-30b-a3b", "--hardware", "h200", "--draft-ms", "0,1", *small)
+    assert reckoned.exit_code == 0, reckoned.output
+    assert reckoned.output.startswith("analytic passes: roofline of qwen3-30b-a3b on h200")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --cost (measured passes) or --model (reckoned ones), and not both"),
+        (("--cost", "smollm2-cpu", "--model", "qwen3-8b"), "and not both"),
+        (("--cost", "llama-3.1-8b-h100", "--draft-ms", "1"), "--draft-ms 1: give two numbers"),
+        (("--cost", "llama-3.1-8b-h100", "--acceptance", "a"), "--acceptance a: give numbers"),
+        (("--cost", "llama-3.1-8b-h100", "--drafted", "-1"), "--drafted -1: give whole numbers or adaptive"),
+        (("--cost", "llama-3.1-8b-h100", "--phases", "sleep=3"), "--phases sleep=3: write NAME=SECONDS"),
+        (("--model", "qwen3-8b", "--precision", "int2"), "--precision int2: bf16 or fp8"),
+    ],
+)
+def test_simulate_refuses_what_it_cannot_read_in_one_line(options, message):
+    done = invoke("simulate", *options)
+    assert done.exit_code != 0
+    assert message in " ".join(done.output.split())
+
+
+def test_simulate_validates_against_published_figures(tmp_path):
+    done = invoke("simulate", "--validate", "--json", tmp_path / "v.json")
+    assert done.exit_code == 0, done.output
+    cells = json.loads((tmp_path / "v.json").read_text())["cells"]
+    fields = {"name", "source", "mode", "published", "predicted", "relative_error", "assumed"}
+    assert all(cell.keys() == fields for cell in cells)
+    predicted = [cell for cell in cells if cell["predicted"] is not None]
+    assert f"of {len(predicted)} predicted cells within 10 %" in done.output

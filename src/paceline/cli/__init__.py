@@ -16,12 +16,13 @@ from paceline.cli.profile import profile
 from paceline.cli.replay import replay
 from paceline.cli.report import report
 from paceline.cli.serve import serve
+from paceline.cli.simulate import simulate
 from paceline.cli.timeline import timeline
 from paceline.cli.train import train
 from paceline.cli.warmup import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for _command in (train, warmup, replay, profile, plan, audit, diff, report, timeline, serve, config, assets):
+for _command in (train, warmup, replay, profile, simulate, plan, audit, diff, report, timeline, serve, config, assets):
     app.command()(_command)
 app.add_typer(cache, name="cache")
 app.add_typer(draft, name="draft")
