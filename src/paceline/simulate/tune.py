@@ -43,9 +43,9 @@ def tune_traces(
     """Replay every drafter with every budget, and nothing drafted, on each trace; choose, and confirm the choice.
 
     ``cost`` is what ``load_cost`` takes, ``drafters`` names that ``build`` takes, ``batch`` requests at a time (None: a
-    step's). The last steps of each trace, the share ``held_out`` of them, say what the choice gains, which took the fewest
-    seconds, passes and drafting together, on as many steps before those. Raises PacelineError, one line, for input that
-    cannot be used.
+    step's). The choice took the fewest seconds, passes and drafting together; what it gains is told by the last steps
+    of each trace, the share ``held_out`` of them, and they have no part in it. Raises PacelineError, one line, for input
+    that cannot be used.
     """
     names, lengths = list(dict.fromkeys(drafters)), sorted(set(budgets))
     if not names or not lengths or lengths[0] < 1:
