@@ -64,6 +64,17 @@ FROZEN = {
         "--validate",
         "--json",
     ],
+    "tune": [
+        "traces",
+        "--cost",
+        "--drafters",
+        "--budgets",
+        "--batch",
+        "--held-out",
+        "--tokenizer",
+        "--out",
+        "--json",
+    ],
     "plan": [
         "--model",
         "--context",

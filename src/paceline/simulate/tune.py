@@ -44,7 +44,7 @@ def tune_traces(
 
     ``cost`` is what ``load_cost`` takes, ``drafters`` names that ``build`` takes, ``batch`` requests at a time (None: a
     step's). The choice took the fewest seconds, passes and drafting together; what it gains is told by the last steps
-    of each trace, the share ``held_out`` of them, and they have no part in it. Raises PacelineError, one line, for input
+    of each trace, the share ``held_out`` of them, which have no part in it. Raises PacelineError, one line, for input
     that cannot be used.
     """
     names, lengths = list(dict.fromkeys(drafters)), sorted(set(budgets))
