@@ -53,8 +53,6 @@ def tune_traces(
     if not 0 < held_out < 1:
         raise PacelineError(f"--held-out {held_out:g}: must be above 0 and below 1")
     step_time = MeasuredStepTime.load(cost)
-    for name in names:  # so that a bad name ends the call before the first trace
-        build(name)
     ledgers: list[Ledger] = []
     found: dict[str, Tuned] = {}
     for path in traces:
