@@ -53,6 +53,14 @@ def test_the_answer_is_a_line_a_table_and_complete_as_json(trace, times, tmp_pat
     assert len(result["together"]["candidates"]) == 5
 
 
+def test_no_figure_is_cut_where_names_are_long(trace, times):
+    name = "history:chains=true,siblings=false,window=48,matches=16,floor=0.004"
+    done = invoke(trace, "--cost", times, "--drafters", name, "--budgets", "4")
+    assert done.exit_code == 0, done.output
+    row = next(line for line in done.stdout.splitlines() if line.startswith(name))
+    assert row.split()[1:4] + row.split()[5:] == ["4", "5.00", "0.0%", "5.00", "5.00-5.00", "chosen,", "best"]
+
+
 def test_the_settings_are_what_train_takes(trace, times, tmp_path):
     done = invoke(trace, "--cost", times, "--drafters", "history:window=7", "--budgets", "3", "--out", tmp_path / "y")
     assert done.exit_code == 0, done.output

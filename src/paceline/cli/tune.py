@@ -10,6 +10,9 @@ from paceline.cli.common import JsonPath, one_line_errors, write_json
 if TYPE_CHECKING:
     from paceline.config import DrafterConfig
 
+#: Columns that a table may take in any terminal.
+_WIDEST = 160
+
 
 def tune(
     traces: Annotated[
@@ -69,7 +72,8 @@ def tune(
         strangers = [name for name in names if drafter_section(name, 1) is None]
         if out is not None and strangers:
             raise PacelineError(f"--out: paceline train has no drafter {strangers[0]}; leave it out of --drafters")
-        console = Console()
+        # Figures that are cut say nothing; a terminal that is narrower wraps the lines.
+        console = Console(width=max(Console().width, _WIDEST))
 
         def show(name: str, tuned: Tuned) -> None:
             console.print(trace_line(name, tuned), markup=False, highlight=False, soft_wrap=True)
