@@ -6,11 +6,13 @@ Rounds of a cell (drafter, batch, drafted tokens) have the same prompts and new 
 second says what drafting takes and what share of the tokens asked for is drafted; the others are judged, one by one.
 
 The simulator is given step times by rows and tokens (`paceline.rl.profile`, half of the passes before and half behind
-the rounds), what reading a prompt adds to a pass, the seconds of drafting of the second round, and of a judged round
-the lengths of its responses and the law of kept tokens, but no seconds. Prompts are read beside decoding here, which
-the simulator does not model, so requests are given to it as read and the reading is added.
+the rounds), what reading a prompt adds to a pass, the seconds of drafting of the second round, less those of the
+profile's own drafts of random tokens, which its passes hold already, and of a judged round the lengths of responses
+and the law of kept tokens, but no seconds. Prompts are read beside decoding here, which the simulator does not model,
+so requests are given to it as read and the reading is added. With `--clock processor` all seconds are the process's
+own, which leaves out what other processes of a busy machine take; all is done by one thread.
 
-    OMP_NUM_THREADS=1 python benchmarks/simulate_here.py [--batches 1,8,32] [--drafted 1,3,7,15] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/simulate_here.py [--batches 1,8,32] [--drafted 1,3,7,15] [--clock processor]
 """
 
 import argparse
@@ -30,10 +32,10 @@ from paceline.config import BudgetConfig, Config, EngineConfig, PolicyConfig, Se
 from paceline.drafters import HistoryDrafter
 from paceline.drafters.base import Drafter
 from paceline.drafters.head import HeadDrafter
-from paceline.engines.hf import HFEngine
+from paceline.engines.hf import HFEngine, schedule
 from paceline.history import Settings
 from paceline.rl.policy import Policy
-from paceline.rl.profile import Point, profile
+from paceline.rl.profile import Point, _Prober, profile
 from paceline.rl.tasks.text_to_sql import TextToSql
 from paceline.schema import Rollout, RolloutRequest, SamplingParams, Tokens, derive_seed
 from paceline.simulate.batching import Limits
@@ -47,6 +49,8 @@ from paceline.simulate.steptime import MeasuredStepTime, Mode, StepTime
 POLICY = Path(__file__).parents[1] / "examples" / "policies" / "sql-1m"
 DRAWS = 16
 READINGS = 12
+#: Passes, about, in which a request is drafted for by the profile's drafter.
+PROBES = 12
 Make = Callable[[], Drafter | None]
 
 
@@ -63,13 +67,17 @@ class Judged:
 
 @dataclass
 class Measured:
-    """A cell. ``passes`` are (rows, drafted tokens, seconds of drafting) of the second round, pass by pass."""
+    """A cell. ``passes`` are (rows, drafted tokens, seconds of drafting) of the second round, pass by pass.
+
+    ``held`` are such passes with the profile's drafter: what the step times hold of drafting.
+    """
 
     side: str
     batch: int
     drafted: int
     passes: list[tuple[int, int, float]]
     rounds: list[Judged]
+    held: list[tuple[int, int, float]]
 
 
 @dataclass
@@ -155,13 +163,23 @@ def watched(engine: HFEngine, requests: Sequence[RolloutRequest]) -> list[tuple[
     return [one for one in passes if one[0]]
 
 
+def probed(policy: Policy, batch: int, drafted: int, prompts: Sequence[Tokens]) -> list[tuple[int, int, float]]:
+    """Passes with the drafter that the profile has."""
+    engine = engine_of(policy, _Prober(len(policy.tokenizer), drafted), batch, drafted)
+    longest = drafted + PROBES
+    passes = watched(engine, requests_of(prompts, batch, 0, longest))
+    engine.close()
+    return passes
+
+
 def measure(
     policy: Policy, side: str, make: Make, batch: int, drafted: int, prompts: Sequence[Tokens], rounds: int, most: int
 ) -> Measured:
     """The rounds of a cell."""
     engine = engine_of(policy, make(), batch, drafted)
     engine.generate(requests_of(prompts, batch, 0, most))
-    found = Measured(side, batch, drafted, watched(engine, requests_of(prompts, batch, 1, most)), [])
+    passes = watched(engine, requests_of(prompts, batch, 1, most))
+    found = Measured(side, batch, drafted, passes, [], probed(policy, batch, drafted, prompts) if drafted else [])
     for number in range(2, 2 + rounds):
         requests = requests_of(prompts, batch, number, most)
         before = engine.stats().forwards
@@ -211,9 +229,17 @@ class Thinned:
         return self._step.seconds(rows, rows + (tokens - rows) * self._share, kv_tokens)
 
 
-def draft_cost(passes: Sequence[tuple[int, int, float]], drafted: int) -> LinearDraftCost:
-    """Seconds of drafting as a constant and a part a row, by least squares; neither is below 0."""
+def draft_cost(
+    passes: Sequence[tuple[int, int, float]], drafted: int, held: Sequence[tuple[int, int, float]] = ()
+) -> LinearDraftCost:
+    """Seconds of drafting as a constant and a part a row, by least squares; neither is below 0.
+
+    What ``held`` takes for the same rows, also a line, is taken off first.
+    """
     rows, _, seconds = np.array(passes, dtype=np.float64).T
+    if held:
+        before = draft_cost(held, drafted)
+        seconds = np.maximum(seconds - [before.seconds(int(count), drafted, 0.0) for count in rows], 0.0)
     per_row, fixed = np.polyfit(rows, seconds, 1) if len(set(rows.tolist())) > 1 else (0.0, seconds.mean())
     if per_row < 0:
         per_row, fixed = 0.0, seconds.mean()
@@ -231,7 +257,9 @@ def predict(cell: Measured, step: StepTime, reading_seconds: float) -> Predicted
     for one in cell.rounds:
         count = len(one.lengths)
         requests = Requests(np.arange(count), np.ones(count, np.int64), np.array(one.lengths))
-        draft = Drafting(Acceptance(one.rates), draft_cost(cell.passes, cell.drafted)) if cell.drafted else None
+        draft = (
+            Drafting(Acceptance(one.rates), draft_cost(cell.passes, cell.drafted, cell.held)) if cell.drafted else None
+        )
         draws = [
             rollout(
                 requests, Thinned(step, share), draft, Fixed(cell.drafted), limits=Limits(slots=cell.batch), seed=seed
@@ -313,6 +341,12 @@ def show(found: Sequence[Predicted]) -> None:
     print(f"\n{len(found)} cells: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
 
 
+def tell_time_by(clock: Callable[[], float]) -> None:
+    """All seconds of engine, profile and rounds are of this clock from now on."""
+    time.perf_counter = clock
+    schedule.perf_counter = clock
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", default="1,8,32")
@@ -320,8 +354,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="judged rounds of a cell")
     parser.add_argument("--passes", type=int, default=16, help="passes of a point of each half of the step times")
     parser.add_argument("--updates", type=int, default=48, help="training steps of the head")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.clock == "processor":
+        tell_time_by(time.process_time)
     torch.set_num_threads(1)
     policy = Policy.load(PolicyConfig(path=str(POLICY)), 0)
     texts = [policy.encode_prompt(one.text) for one in TextToSql(train_prompts=64).prompts("train")]
@@ -332,7 +369,7 @@ def main() -> None:
     head = trained_head(policy, [(one.prompt, one.tokens) for one in taught if len(one.tokens) > 1], 0, args.updates)
     model = traits(policy, len(policy.tokenizer))
     sides: dict[str, Make] = {
-        "history": lambda: HistoryDrafter(Settings(), salt=0),
+        "history": lambda: HistoryDrafter(Settings(threads=0), salt=0),
         "EAGLE-3": lambda: HeadDrafter(head, model),
     }
     batches, drafted = ([int(part) for part in given.split(",")] for given in (args.batches, args.drafted))

@@ -140,6 +140,9 @@ def test_what_drafting_takes_is_a_constant_and_a_part_a_row_and_never_below_noth
     assert one.seconds(4, 3, 0.0) == pytest.approx(2e-3)
     falling = script.draft_cost([(1, 0, 3e-3), (8, 0, 1e-3)], 3)
     assert falling.seconds(1, 3, 0.0) == falling.seconds(8, 3, 0.0) == pytest.approx(2e-3)
+    # What the step times hold of drafting is not counted twice.
+    less = script.draft_cost([(rows, 0, 2e-3 + 1e-4 * rows) for rows in (1, 4, 8)], 3, [(1, 0, 1e-4), (9, 0, 9e-4)])
+    assert [less.seconds(rows, 3, 0.0) for rows in (1, 8)] == pytest.approx([2e-3, 2e-3])
     steep = script.draft_cost([(1, 0, 0.0), (2, 0, 1e-3), (3, 0, 2e-3)], 3)
     assert steep.seconds(0, 3, 0.0) == 0.0 < steep.seconds(1, 3, 0.0)
 
@@ -149,12 +152,12 @@ def test_no_second_of_a_judged_round_moves_its_prediction():
     passes = [(2, 4, 1e-3), (1, 2, 8e-4)]
     step = MeasuredStepTime("linear", LinearCost(0.0, TOKEN, PASS))
     quick, slow = (
-        script.predict(script.Measured("x", 2, 2, passes, [one]), step, 1e-4) for one in rounds
+        script.predict(script.Measured("x", 2, 2, passes, [one], []), step, 1e-4) for one in rounds
     )  # fmt: skip
     assert slow.predicted == quick.predicted
     assert quick.errors[0] == pytest.approx(quick.predicted / 0.01 - 1)
     # What was not drafted is not verified.
-    fewer = script.predict(script.Measured("x", 2, 2, [(r, d // 2, s) for r, d, s in passes], rounds), step, 1e-4)
+    fewer = script.predict(script.Measured("x", 2, 2, [(r, d // 2, s) for r, d, s in passes], rounds, []), step, 1e-4)
     tokens = quick.predicted_passes * np.mean([1.0, 2.0])
     assert 0 < quick.predicted - fewer.predicted < 2 * TOKEN * tokens
 
