@@ -164,7 +164,7 @@ def test_no_second_of_a_judged_round_moves_its_prediction():
 
 def test_the_table_says_the_middle_error_and_the_worst(capsys):
     plain = script.Predicted("plain", 4, 0, 1.0, 2.0, 2.2, 50, 50.0, [0.1, 0.05, 0.2])
-    drafted = replace(plain, side="history", drafted=3, measured=1.0, predicted=0.7, errors=[-0.3, -0.25, -0.5])
+    drafted = replace(plain, side="history", drafted=3, measured=1.0, predicted=0.7, errors=[-0.25, -0.3, -0.5])
     script.show([plain, drafted])
     printed = capsys.readouterr().out
     assert "| history | 4 | 3 | 1.00 | 1.000 | 0.700 | -30.0% | -50.0% to -25.0% | 50 | 50 | 2.00 | 3.14 |" in printed
