@@ -35,7 +35,7 @@ from paceline.drafters.head import HeadDrafter
 from paceline.engines.hf import HFEngine, schedule
 from paceline.history import Settings
 from paceline.rl.policy import Policy
-from paceline.rl.profile import Point, _Prober, profile
+from paceline.rl.profile import Point, Prober, profile
 from paceline.rl.tasks.text_to_sql import TextToSql
 from paceline.schema import Rollout, RolloutRequest, SamplingParams, Tokens, derive_seed
 from paceline.simulate.batching import Limits
@@ -165,7 +165,7 @@ def watched(engine: HFEngine, requests: Sequence[RolloutRequest]) -> list[tuple[
 
 def probed(policy: Policy, batch: int, drafted: int, prompts: Sequence[Tokens]) -> list[tuple[int, int, float]]:
     """Passes with the drafter that the profile has."""
-    engine = engine_of(policy, _Prober(len(policy.tokenizer), drafted), batch, drafted)
+    engine = engine_of(policy, Prober(len(policy.tokenizer), drafted), batch, drafted)
     longest = drafted + PROBES
     passes = watched(engine, requests_of(prompts, batch, 0, longest))
     engine.close()

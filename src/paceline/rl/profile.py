@@ -52,7 +52,7 @@ class Profile(msgspec.Struct, kw_only=True):
     step_times: list[tuple[int, int, list[float]]]
 
 
-class _Prober:
+class Prober:
     """A drafter of chains of tokens drawn at random, which next to never are what the policy says."""
 
     def __init__(self, vocabulary: int, drafted: int) -> None:
@@ -144,7 +144,7 @@ def _engine(config: Config, policy: Policy, vocabulary: int, rows: int, drafted:
     own = replace(config.engine, slots=rows, scouts=0, sentinel=SentinelConfig(canaries=0))
     return HFEngine(
         policy.engine_model(),
-        drafter=_Prober(vocabulary, drafted) if drafted else None,
+        drafter=Prober(vocabulary, drafted) if drafted else None,
         budget=max(drafted, 1),
         budget_config=BudgetConfig(mode="fixed"),
         config=own,
