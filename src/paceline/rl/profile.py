@@ -62,9 +62,11 @@ class Prober:
         self._version = 0
 
     def start(self, requests: Sequence[RolloutRequest]) -> None:
+        """As ``Drafter``."""
         self._lengths |= {request.request_id: len(request.prompt) for request in requests}
 
     def propose(self, request_ids: Sequence[str], budget: int) -> list[Draft]:
+        """As many random tokens for each as it was built for, at most the budget."""
         count = min(budget, self._drafted)
         return [
             Draft(
@@ -77,14 +79,17 @@ class Prober:
         ]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """As ``Drafter``."""
         for outcome in outcomes:
             self._lengths[outcome.request_id] += len(outcome.tokens)
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
+        """As ``Drafter``."""
         for rollout in rollouts:
             self._lengths.pop(rollout.request_id, None)
 
     def on_weights(self, version: int) -> None:
+        """As ``Drafter``."""
         self._version = version
 
 
