@@ -95,3 +95,50 @@ def test_a_cost_that_cannot_be_used_is_one_line(tmp_path, content, message):
         load_cost(str(path))
     assert str(raised.value).startswith(f"--cost {path}: ")
     assert "\n" not in str(raised.value)
+
+
+def linear(rows, tokens, kv_tokens):
+    return 0.5 + 0.25 * rows + 0.125 * tokens + 0.001 * kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "kv_tokens"),
+    [
+        (2, 2, 2 * 64 + 4),  # measured
+        (2, 5, 2 * 300),  # between tokens, and between contexts
+        (5, 15, 5 * 200),  # between rows as well
+        (8, 40, 8 * 300),  # beyond the most tokens
+        (8, 24, 8 * 4000),  # beyond the longest context
+        (8, 24, 8 * 10),  # before the shortest
+        (6, 60, 6 * 4000),
+    ],
+)
+def test_a_linear_law_is_recovered_in_rows_tokens_and_context(rows, tokens, kv_tokens):
+    # A place's caches depend on what was accepted there, so no two places need have been measured with the same.
+    places = [
+        (r, r * (1 + k), r * prompt + r * k + 2 * r) for r in (2, 8) for k in (0, 1, 3) for prompt in (64, 256, 512)
+    ]
+    cost = MeasuredCost([(r, t, [linear(r, t, held)], held) for r, t, held in places])
+    assert cost.seconds(rows, tokens, kv_tokens) == pytest.approx(linear(rows, tokens, kv_tokens), rel=1e-12)
+
+
+def test_contexts_are_taken_as_measured_and_beyond_them_a_longer_one_is_never_cheaper():
+    cost = MeasuredCost([(1, 1, [1.0], 100), (1, 1, [3.0], 200), (1, 1, [2.0], 300)])
+    assert [cost.seconds(1, 1, held) for held in (150, 250, 300, 900)] == [2.0, 2.5, 2.0, 2.0]
+    assert cost.seconds(1, 1, 0) == 1.0, "not below the fastest"
+
+
+def test_one_context_stands_for_all():
+    cost = MeasuredCost([(1, 1, [1.0], 100), (1, 5, [2.0], 120), (4, 4, [3.0], 400)])
+    assert [cost.seconds(1, 3, held) for held in (0, 110, 9999)] == [1.5] * 3
+
+
+def test_the_points_of_a_profile_are_read_with_their_contexts(tmp_path):
+    path = tmp_path / "profile.json"
+    points = [
+        {"rows": 1, "drafted": 0, "tokens": 1, "kv_tokens": held, "seconds": [held / 100, 9.0, 0.5]}
+        for held in (100, 500)
+    ]
+    path.write_text(json.dumps({"points": points, "step_times": [[1, 1, [7.0]]]}))
+    cost = load_cost(str(path))[1]
+    assert [cost.seconds(1, 1, held) for held in (100, 300, 500)] == [1.0, 3.0, 5.0]

@@ -19,59 +19,89 @@ class Cost(Protocol):
         """``tokens`` in the batch over ``rows`` requests whose contexts hold ``kv_tokens``; NaN where unknown."""
 
 
+#: (rows, tokens, seconds of each pass), and with them how many tokens their caches held together.
+Measurement = tuple[int, int, Sequence[float]] | tuple[int, int, Sequence[float], float]
+
+
 class MeasuredCost:
     """Measured step times, taken as they are: the median where a pass was measured more than once.
 
     Linear between measured tokens, and beyond them with the slope at the last ones (of the nearest row count that has
     one), never below the fastest pass; between measured row counts linear at equal tokens a row. NaN for more rows than
     were measured, and where a slope is needed and there is none.
+
+    Where a place was measured with several sizes of the caches, it is linear between these and beyond them with the
+    slope of the last two, and never falls there; between row counts it is read at equal cached tokens a row. Measured
+    with one size it costs the same with any.
     """
 
-    def __init__(self, measurements: Iterable[tuple[int, int, Sequence[float]]]) -> None:
-        self._points: dict[int, dict[int, float]] = {}
-        for rows, tokens, seconds in measurements:
-            self._points.setdefault(rows, {})[tokens] = statistics.median(seconds)
+    def __init__(self, measurements: Iterable[Measurement]) -> None:
+        places: dict[int, dict[int, dict[float, float]]] = {}
+        for rows, tokens, seconds, *held in measurements:
+            knots = places.setdefault(rows, {}).setdefault(tokens, {})
+            knots[held[0] if held else 0.0] = statistics.median(seconds)
+        self._points = {
+            rows: [(tokens, sorted(knots.items())) for tokens, knots in sorted(own.items())]
+            for rows, own in places.items()
+        }
         self._rows = sorted(self._points)
-        self._fastest = min(seconds for points in self._points.values() for seconds in points.values())
+        every = [knots for points in self._points.values() for _, knots in points]
+        self._fastest = min(seconds for knots in every for _, seconds in knots)
+        self._knows_contexts = any(len(knots) > 1 for knots in every)
         self._seen: dict[tuple[int, int], float] = {}
 
-    def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:  # noqa: ARG002
-        """Seconds of a pass. The context's part is in what was measured."""
+    def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:
+        """Seconds of a pass."""
+        if self._knows_contexts:
+            return self._between(rows, tokens / rows, kv_tokens / rows)
         place = (rows, tokens)
         if place not in self._seen:
-            self._seen[place] = self._between(rows, tokens / rows)
+            self._seen[place] = self._between(rows, tokens / rows, 0.0)
         return self._seen[place]
 
-    def _between(self, rows: int, tokens_per_row: float) -> float:
+    def _between(self, rows: int, tokens_per_row: float, kv_per_row: float) -> float:
         if rows > self._rows[-1]:
             return math.nan
         if rows <= self._rows[0]:
-            return self._at(self._rows[0], tokens_per_row)
+            return self._at(self._rows[0], tokens_per_row, kv_per_row)
         low, high = next(pair for pair in itertools.pairwise(self._rows) if rows <= pair[1])
-        return _line((low, self._at(low, tokens_per_row)), (high, self._at(high, tokens_per_row)), rows)
+        ends = [(float(r), self._at(r, tokens_per_row, kv_per_row)) for r in (low, high)]
+        return _line(ends[0], ends[1], rows)
 
-    def _at(self, rows: int, tokens_per_row: float) -> float:
+    def _at(self, rows: int, tokens_per_row: float, kv_per_row: float) -> float:
         """Seconds at a measured row count."""
-        points, tokens = self._sorted(rows), rows * tokens_per_row
+        points, tokens = self._sorted(rows, kv_per_row), rows * tokens_per_row
         for below, above in itertools.pairwise(points):
             if below[0] <= tokens <= above[0]:
                 return _line(below, above, tokens)
         nearest = points[0] if tokens <= points[0][0] else points[-1]
         if tokens == nearest[0]:
             return nearest[1]
-        slope = self._slope(rows)
+        slope = self._slope(rows, kv_per_row)
         return slope if math.isnan(slope) else max(self._fastest, nearest[1] + (tokens - nearest[0]) * slope)
 
-    def _slope(self, rows: int) -> float:
+    def _slope(self, rows: int, kv_per_row: float) -> float:
         """Seconds a token at the most tokens measured, of the row count nearest to ``rows`` that was measured twice."""
         several = [r for r in self._rows if len(self._points[r]) > 1]
         if not several:
             return math.nan
-        below, above = self._sorted(min(several, key=lambda r: abs(r - rows)))[-2:]
+        below, above = self._sorted(min(several, key=lambda r: abs(r - rows)), kv_per_row)[-2:]
         return max(0.0, (above[1] - below[1]) / (above[0] - below[0]))
 
-    def _sorted(self, rows: int) -> list[tuple[int, float]]:
-        return sorted(self._points[rows].items())
+    def _sorted(self, rows: int, kv_per_row: float) -> list[tuple[float, float]]:
+        """(tokens, seconds) of a measured row count where each row has so many cached tokens."""
+        return [(tokens, self._held(knots, rows * kv_per_row)) for tokens, knots in self._points[rows]]
+
+    def _held(self, knots: Sequence[tuple[float, float]], kv_tokens: float) -> float:
+        """Seconds of a measured place with so many cached tokens; ``knots`` are (cached tokens, seconds)."""
+        if len(knots) == 1:
+            return knots[0][1]
+        for below, above in itertools.pairwise(knots):
+            if below[0] <= kv_tokens <= above[0]:
+                return _line(below, above, kv_tokens)
+        (first, second), nearest = (knots[:2], knots[0]) if kv_tokens < knots[0][0] else (knots[-2:], knots[-1])
+        slope = max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
+        return max(self._fastest, nearest[1] + (kv_tokens - nearest[0]) * slope)
 
 
 def _line(a: tuple[float, float], b: tuple[float, float], x: float) -> float:
@@ -115,7 +145,7 @@ PRESETS: dict[str, tuple[str, Cost]] = {
 def load_cost(name: str) -> tuple[str, Cost]:
     """A preset, or a JSON file of ``[[rows, tokens, seconds], ...]`` or with such a list as ``step_times``.
 
-    Returns what it is, in words, and the cost. Raises PacelineError in one line for anything else.
+    Where the file has ``points`` as well, those of a profile, they are read: they know what the caches held. Returns what it is, in words, and the cost. Raises PacelineError in one line for anything else.
     """
     if name in PRESETS:
         source, cost = PRESETS[name]
@@ -125,18 +155,37 @@ def load_cost(name: str) -> tuple[str, Cost]:
         raise PacelineError(f"--cost {name}: no such file, and no preset; presets: {', '.join(PRESETS)}")
     try:
         content: Any = msgspec.json.decode(path.read_bytes())
-        rows = content["step_times"] if isinstance(content, dict) else content
-        table = msgspec.convert(rows, list[tuple[int, int, float | list[float]]])
+        values = _measurements(content)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise PacelineError(
             f"--cost {name}: not a table of [rows, tokens, seconds], nor a file with one as step_times: {error}"
         ) from None
-    values = [(r, t, s if isinstance(s, list) else [s]) for r, t, s in table]
-    if not values or not all(1 <= r <= t and s and min(s) > 0 and math.isfinite(sum(s)) for r, t, s in values):
+    if not values or not all(
+        1 <= r <= t and s and min(s) > 0 and math.isfinite(sum(s)) and 0 <= held < math.inf for r, t, s, held in values
+    ):
         raise PacelineError(
             f"--cost {name}: needs entries [rows, tokens, seconds] with tokens >= rows >= 1, seconds > 0"
         )
     return f"{name}: measured", MeasuredCost(values)
+
+
+class _Point(msgspec.Struct):
+    """What is read of a profile's point."""
+
+    rows: int
+    tokens: int
+    seconds: list[float]
+    kv_tokens: float
+
+
+def _measurements(content: Any) -> list[tuple[int, int, list[float], float]]:
+    """KeyError or ValidationError for a file of another kind."""
+    if isinstance(content, dict) and "points" in content:
+        points = msgspec.convert(content["points"], list[_Point])
+        return [(p.rows, p.tokens, p.seconds, p.kv_tokens) for p in points]
+    rows = content["step_times"] if isinstance(content, dict) else content
+    table = msgspec.convert(rows, list[tuple[int, int, float | list[float]]])
+    return [(r, t, s if isinstance(s, list) else [s], 0.0) for r, t, s in table]
 
 
 def plain_passes(lengths: Sequence[int], contexts: Sequence[int], slots: int) -> Iterator[tuple[int, int, float]]:
