@@ -1,23 +1,30 @@
 """``paceline simulate``: what drafting would bring, before anything runs."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from rich.table import Table
 
-    from paceline.simulate.projection import Projection
     from paceline.simulate.published import CellResult
-    from paceline.simulate.rlstep import Phases
     from paceline.simulate.steptime import StepTime
+
+#: Columns that a table may take in any terminal.
+_WIDEST = 160
+#: What ``--trace`` tells by itself.
+_RECORDED = ("prompts", "siblings", "prompt_tokens", "mean_tokens", "sigma", "max_tokens")
 
 
 def simulate(
+    context: typer.Context,
     cost: Annotated[
         str | None,
         typer.Option(metavar="COST", help="Measured passes: a preset or file, as replay takes.", show_default=False),
@@ -30,12 +37,32 @@ def simulate(
     expert: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs that experts are spread over.")] = 1,
     precision: Annotated[str, typer.Option(metavar="NAME", help="bf16 or fp8.")] = "bf16",
     acceptance: Annotated[
-        str, typer.Option(metavar="P,P", help="Chance that a drafted token is kept, by depth; the last goes on.")
+        str,
+        typer.Option(
+            metavar="P,P",
+            help="Chance that a drafted token is kept, by depth; the last goes on. Of --trace: replay:DRAFTER, run.",
+        ),
     ] = "0.75",
+    drift: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE:S:FLOOR",
+            help="Acceptance fades: linear or exponential, lost a step since the drafter was trained, floor.",
+            show_default=False,
+        ),
+    ] = None,
     draft_ms: Annotated[
         str, typer.Option(metavar="MS,MS", help="Drafting takes: milliseconds a pass, and a drafted position.")
     ] = "0,0",
     drafted: Annotated[str, typer.Option(metavar="N,N", help="Draft lengths; adaptive chooses.")] = "1,3,5,7,adaptive",
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE", help="Recorded requests: a run's folder or a rollout log.", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The policy's tokenizer, for logs that hold text.", show_default=False),
+    ] = None,
     prompts: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts of a step.")] = 64,
     siblings: Annotated[int, typer.Option(metavar="N", min=1, help="Answers to each.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a prompt.")] = 256,
@@ -44,7 +71,10 @@ def simulate(
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer.")] = 8192,
     slots: Annotated[int, typer.Option(metavar="N", min=1, help="Requests that an engine decodes at once.")] = 64,
     kv_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens that an engine's caches hold.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Tokens that an engine's caches hold; reckoned with --model.", show_default=False
+        ),
     ] = None,
     engines: Annotated[int, typer.Option(metavar="N", min=1, help="Engines that share the prompts.")] = 1,
     phases: Annotated[
@@ -55,6 +85,10 @@ def simulate(
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Simulated steps of each.")] = 5,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="What is drawn.")] = 0,
     validate: Annotated[bool, typer.Option("--validate", help="Predict published figures instead.")] = False,
+    views: Annotated[bool, typer.Option("--views", help="Also simulate it from all sides, for --json.")] = False,
+    png: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False)
+    ] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Say what drafting would bring.
@@ -65,19 +99,24 @@ def simulate(
         if validate:
             _validate(json_path)
             return
+        import msgspec
+        from rich.console import Console
+
         from paceline.schema import PacelineError
-        from paceline.simulate.drafting import Acceptance, Drafting, LinearDraftCost
-        from paceline.simulate.projection import Scenario, project, verdict
+        from paceline.simulate import given, recorded
+        from paceline.simulate.drafting import Drafting
+        from paceline.simulate.projected import lengths_table, scenario_lines, step_tables, view_lines
+        from paceline.simulate.projection import LONGEST, Scenario, project, verdict
+        from paceline.simulate.steptime import MeasuredStepTime
+        from paceline.simulate.views import views as views_of
+        from paceline.simulate.views_plot import write_views
 
         if (cost is None) == (model is None):
             raise PacelineError("give --cost (measured passes) or --model (reckoned ones), and not both")
-        step = _measured(cost) if cost is not None else _reckoned(str(model), hardware, tensor, expert, precision)
-        rates, milliseconds = _numbers("--acceptance", acceptance), _numbers("--draft-ms", draft_ms)
-        if len(milliseconds) != 2:
-            raise PacelineError(f"--draft-ms {draft_ms}: give two numbers, milliseconds a pass and a drafted position")
-        fixed, each = (value / 1000 for value in milliseconds)
-        told = f"acceptance {acceptance} by depth, {milliseconds[0]:g} ms a pass and {milliseconds[1]:g} ms a position"
-        draft = Drafting(Acceptance(rates), LinearDraftCost(step.mode, told, fixed=fixed, per_position=each))
+        if (views or png is not None) and json_path is None and png is None:
+            raise PacelineError("--views: name a file for them with --json or --png")
+        lengths = given.draft_lengths(drafted)
+        others = None if phases is None else given.phases(phases)
         scenario = Scenario(
             prompts=prompts,
             siblings=siblings,
@@ -89,103 +128,105 @@ def simulate(
             kv_tokens=kv_tokens,
             engines=engines,
         )
-        print(f"{step.mode} passes: {step.source}\ndrafting as given: {told}")
-        if not any(milliseconds):
-            print("drafting is taken to cost nothing; --draft-ms says what it does")
-        result = project(
-            scenario,
-            step,
-            draft,
-            _lengths(drafted),
-            drafting=told,
-            phases=None if phases is None else _phases(phases),
-            age_bound=age_bound,
-            repeats=repeats,
-            seed=seed,
-        )
-        _show(result)
-        print(verdict(result))
-        write_json(json_path, result)
-
-
-def _measured(cost: str) -> "StepTime":
-    from paceline.simulate.steptime import MeasuredStepTime
-
-    return MeasuredStepTime.load(cost)
-
-
-def _reckoned(model: str, hardware: str, tensor: int, expert: int, precision: str) -> "StepTime":
-    from paceline.schema import PacelineError
-    from paceline.simulate.breakdown import Layout
-    from paceline.simulate.hardware import load_hardware
-    from paceline.simulate.roofline import Roofline
-    from paceline.sizes.shapes import load_shape
-
-    if precision not in ("bf16", "fp8"):
-        raise PacelineError(f"--precision {precision}: bf16 or fp8")
-    kind: Literal["bf16", "fp8"] = "bf16" if precision == "bf16" else "fp8"
-    layout = Layout(tensor=tensor, expert=expert)
-    return Roofline(load_shape(model), load_hardware(hardware), layout, precision=kind)
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    from paceline.schema import PacelineError
-
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise PacelineError(f"{name} {text}: give numbers, separated by commas") from None
-
-
-def _lengths(text: str) -> "Sequence[int | Literal['adaptive']]":
-    from paceline.schema import PacelineError
-
-    found: list[int | Literal["adaptive"]] = []
-    for part in text.split(","):
-        if part.strip() == "adaptive":
-            found.append("adaptive")
-        elif part.strip().isdecimal():
-            found.append(int(part))
+        recording = None
+        if trace is not None:
+            _refuse_beside_trace(context)
+            recording = recorded.Recording.read(trace, tokenizer, _warn)
+            scenario = recording.scenario(slots=slots, kv_tokens=kv_tokens, engines=engines)
+        step: StepTime
+        if model is None:
+            step = MeasuredStepTime.load(str(cost))
         else:
-            raise PacelineError(f"--drafted {text}: give whole numbers or adaptive, separated by commas")
-    return found
+            step = roofline = given.reckoned(model, hardware, tensor, expert, precision)
+            scenario = scenario if kv_tokens is not None else given.within_memory(scenario, roofline)
+        fixed = [each for each in lengths if each != "adaptive"]
+        rates, told = recorded.acceptance(
+            acceptance,
+            trace,
+            budget=max(fixed, default=0) or LONGEST,
+            batch=slots,
+            tokenizer=tokenizer,
+            drift=given.drift(drift),
+            warn=_warn,
+        )
+        draft = Drafting(rates, given.draft_cost(step.mode, draft_ms, told))
+        # Figures that are cut say nothing; a terminal that is narrower wraps the lines.
+        console = Console(width=max(Console().width, _WIDEST))
+
+        def show(*parts: "Table | str") -> None:
+            for part in parts:
+                console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+
+        show(f"{step.mode} passes: {step.source}", f"drafting as given: {draft.source}")
+        if not any(given.numbers("--draft-ms", draft_ms)):
+            show("drafting is taken to cost nothing; --draft-ms says what it does")
+        show(*scenario_lines(scenario, reckoned_memory=model is not None and kv_tokens is None))
+        requests = None if recording is None else recording.requests
+        with _progress("draft lengths") as done:
+            result = project(
+                scenario,
+                step,
+                draft,
+                lengths,
+                drafting=draft.source,
+                requests=requests,
+                phases=others,
+                age_bound=age_bound,
+                repeats=repeats,
+                seed=seed,
+                told=done,
+            )
+        show(lengths_table(result), *step_tables(result))
+        seen = None
+        if views or png is not None:
+            with _progress("views, rollouts") as done:
+                seen = views_of(
+                    scenario,
+                    step,
+                    draft,
+                    [str(each) for each in lengths],
+                    requests=requests,
+                    seed=seed,
+                    gpus_per_engine=None if model is None else roofline.layout.gpus,
+                    told=done,
+                )
+            show(*view_lines(seen))
+        if png is not None and seen is not None:
+            write_views(result, seen, png)
+        show(verdict(result))
+        write_json(json_path, {**msgspec.structs.asdict(result), "views": seen})
 
 
-def _phases(text: str) -> "Phases":
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def _refuse_beside_trace(context: typer.Context) -> None:
+    """Recorded requests have counts and lengths of their own."""
     from paceline.schema import PacelineError
-    from paceline.simulate.rlstep import Phases
 
-    seconds: dict[str, float] = {}
-    for part in text.split(","):
-        name, is_pair, value = part.strip().partition("=")
-        if not is_pair or name not in ("data", "refit", "logprob", "train", "drafter", "other"):
-            raise PacelineError(f"--phases {part}: write NAME=SECONDS of data, refit, logprob, train, drafter or other")
-        seconds[name] = _numbers("--phases", value)[0]
-    return Phases(generation=0.0, **seconds)
+    given = [name for name in _RECORDED if _is_given(context, name)]
+    if given:
+        option = "--" + given[0].replace("_", "-")
+        raise PacelineError(f"{option}: --trace has prompts and lengths of its own; leave one of the two out")
 
 
-def _show(result: "Projection") -> None:
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@contextmanager
+def _progress(what: str) -> "Iterator[Callable[[int, int], None]]":
+    """A bar on the terminal, and how it hears that so many of so many are done."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with_steps = result.phases is not None
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    titles = ["\ndrafted", "tokens/\nforward", "rollout s", "plain s", "times as\nfast", "of 90 %", "rows", "tail"]
-    for title in (*titles, *(["step, times\nas fast"] if with_steps else [])):
-        table.add_column(title, justify="right")
-    for one in result.projected:
-        cells = [
-            one.drafted,
-            f"{one.tokens_per_forward:.2f}",
-            f"{one.rollout_seconds:.1f}",
-            f"{one.plain_seconds:.1f}",
-            f"{one.speedup:.2f}",
-            f"{one.low:.2f}-{one.high:.2f}",
-            f"{one.mean_rows:.0f}",
-            f"{one.tail:.0%}",
-        ]
-        table.add_row(*cells, *([f"{one.step_speedup:.2f}"] if with_steps else []))
-    Console().print(table)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
 
 
 def _validate(json_path: "Path | None") -> None:
