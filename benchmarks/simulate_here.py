@@ -32,10 +32,12 @@ from paceline.config import BudgetConfig, Config, EngineConfig, PolicyConfig, Se
 from paceline.drafters import HistoryDrafter
 from paceline.drafters.base import Drafter
 from paceline.drafters.head import HeadDrafter
+from paceline.drafters.prober import Prober
 from paceline.engines.hf import HFEngine, schedule
 from paceline.history import Settings
 from paceline.rl.policy import Policy
-from paceline.rl.profile import Point, Prober, profile
+from paceline.rl.probes import Point
+from paceline.rl.profile import profile
 from paceline.rl.tasks.text_to_sql import TextToSql
 from paceline.schema import Rollout, RolloutRequest, SamplingParams, Tokens, derive_seed
 from paceline.simulate.batching import Limits
@@ -249,25 +251,35 @@ def draft_cost(
     return LinearDraftCost("measured", source, fixed=float(fixed), per_row=float(per_row))
 
 
+def played(
+    lengths: Sequence[int],
+    batch: int,
+    drafted: int,
+    rates: Sequence[float],
+    step: StepTime,
+    cost: LinearDraftCost | None,
+) -> tuple[float, float]:
+    """Seconds and passes of requests whose prompts are read, the mean over draws. ``cost``: of drafts, if any."""
+    count = len(lengths)
+    requests = Requests(np.arange(count), np.ones(count, np.int64), np.array(lengths))
+    draft = None if cost is None else Drafting(Acceptance(rates), cost)
+    draws = [
+        rollout(requests, step, draft, Fixed(drafted), limits=Limits(slots=batch), seed=seed)
+        for seed in range(DRAWS if draft else 1)
+    ]
+    return statistics.fmean(draw.seconds for draw in draws), statistics.fmean(draw.passes for draw in draws)
+
+
 def predict(cell: Measured, step: StepTime, reading_seconds: float) -> Predicted:
     """The simulator's seconds of every judged round. ``reading_seconds``: what a batch of prompts adds to a pass."""
     row_forwards, drafted, _ = np.array(cell.passes, dtype=np.float64).sum(axis=0)
     share = drafted / (row_forwards * cell.drafted) if cell.drafted else 0.0
+    cost = draft_cost(cell.passes, cell.drafted, cell.held) if cell.drafted else None
     found, passes = [], []
     for one in cell.rounds:
-        count = len(one.lengths)
-        requests = Requests(np.arange(count), np.ones(count, np.int64), np.array(one.lengths))
-        draft = (
-            Drafting(Acceptance(one.rates), draft_cost(cell.passes, cell.drafted, cell.held)) if cell.drafted else None
-        )
-        draws = [
-            rollout(
-                requests, Thinned(step, share), draft, Fixed(cell.drafted), limits=Limits(slots=cell.batch), seed=seed
-            )
-            for seed in range(DRAWS if cell.drafted else 1)
-        ]
-        found.append(statistics.fmean(draw.seconds for draw in draws) + reading_seconds * count / cell.batch)
-        passes.append(statistics.fmean(draw.passes for draw in draws))
+        seconds, count = played(one.lengths, cell.batch, cell.drafted, one.rates, Thinned(step, share), cost)
+        found.append(seconds + reading_seconds * len(one.lengths) / cell.batch)
+        passes.append(count)
     measured = [one.seconds for one in cell.rounds]
     return Predicted(
         cell.side,
@@ -282,6 +294,20 @@ def predict(cell: Measured, step: StepTime, reading_seconds: float) -> Predicted
     )
 
 
+def pooled(points: Sequence[Point]) -> MeasuredStepTime:
+    """Step times of all passes that were measured."""
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for point in points:
+        seconds.setdefault((point.rows, point.tokens), []).extend(point.seconds)
+    cost = MeasuredCost((*place, found) for place, found in seconds.items())
+    return MeasuredStepTime("profiled here", cost)
+
+
+def rows_of(batches: Sequence[int]) -> list[int]:
+    """The row counts that are profiled."""
+    return sorted({*batches, *(2**n for n in range(6) if 2**n < max(batches))})
+
+
 def run(
     policy: Policy,
     sides: dict[str, Make],
@@ -294,13 +320,15 @@ def run(
     most: int = 64,
 ) -> list[Predicted]:
     """All cells, measured and predicted; ``plain`` first. ``passes`` a point of the table, in each of its halves."""
-    rows = sorted({*batches, *(2**n for n in range(6) if 2**n < max(batches))})
+    rows = rows_of(batches)
     context = round(statistics.fmean(len(prompt) for prompt in prompts)) + most // 4
     points: list[Point] = []
 
     def table() -> None:
         config = Config(policy=policy.config)
-        points.extend(profile(config, rows, [0, *drafted], passes=passes, prompt=context, told=lambda _: None).points)
+        points.extend(
+            profile(config, rows, [0, *drafted], passes=passes, prompts=[context], told=lambda _: None).points
+        )
 
     table()
     readings = {batch: reading(policy, batch, prompts) for batch in batches}
@@ -310,11 +338,7 @@ def run(
             cells += [measure(policy, side, make, batch, k, prompts, rounds, most) for k in drafted]
             print(f"{side}, batch {batch}: measured", file=sys.stderr)
     table()
-    pooled: dict[tuple[int, int], list[float]] = {}
-    for point in points:
-        pooled.setdefault((point.rows, point.tokens), []).extend(point.seconds)
-    cost = MeasuredCost((*place, seconds) for place, seconds in pooled.items())
-    step = MeasuredStepTime("profiled here", cost)
+    step = pooled(points)
     return [
         predict(cell, step, max(readings[cell.batch] - step.seconds(cell.batch, cell.batch, 0.0), 0.0))
         for cell in cells

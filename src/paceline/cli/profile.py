@@ -17,7 +17,7 @@ def profile(
     rows: Annotated[str, typer.Option(metavar="N,N", help="Requests in a pass.")] = "1,8,32",
     drafted: Annotated[str, typer.Option(metavar="N,N", help="Drafted tokens of each.")] = "0,1,3,7,15",
     passes: Annotated[int, typer.Option(metavar="N", min=1, help="Passes of a measurement.")] = 16,
-    prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each prompt.")] = 64,
+    prompt: Annotated[str, typer.Option(metavar="N,N", help="Tokens of each prompt.")] = "64",
     json_path: JsonPath = None,
 ) -> None:
     """Measure what passes take in the run's engine.
@@ -34,9 +34,13 @@ def profile(
             import torch
 
             torch.set_num_threads(effective.threads)
-        counts, nodes = _numbers("--rows", rows), _numbers("--drafted", drafted)
         result = run(
-            effective, counts, nodes, passes=passes, prompt=prompt, told=lambda point: print(summary(point), flush=True)
+            effective,
+            _numbers("--rows", rows),
+            _numbers("--drafted", drafted),
+            passes=passes,
+            prompts=_numbers("--prompt", prompt),
+            told=lambda point: print(summary(point), flush=True),
         )
         _show(result)
         write_json(json_path, result)
@@ -58,15 +62,19 @@ def _show(result: "Profile") -> None:
 
     drafted = sorted({point.drafted for point in result.points})
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("ms a pass\nrows", justify="right")
+    table.add_column("ms a pass\nprompt", justify="right")
+    table.add_column("\nrows", justify="right")
     for count in drafted:
         table.add_column(f"drafted a row\n{count}", justify="right")
-    for rows in sorted({point.rows for point in result.points}):
-        own = {point.drafted: point.median for point in result.points if point.rows == rows}
+    for prompt, rows in sorted({(point.prompt_tokens, point.rows) for point in result.points}):
+        own = {p.drafted: p.median for p in result.points if (p.prompt_tokens, p.rows) == (prompt, rows)}
         plain = own.get(0)
         cells = [
             f"{1e3 * own[count]:.1f}" + ("" if plain is None or not count else f" ({own[count] / plain:.2f}x)")
             for count in drafted
         ]
-        table.add_row(str(rows), *cells)
+        table.add_row(str(prompt), str(rows), *cells)
     Console().print(table)
+    ran = result.engine
+    graphs = f"{ran.graphs} graphs, {len(ran.captured)} sizes" if ran.captured else "no graphs"
+    print(f"{ran.kind} ({ran.version}), {result.dtype}, attention {ran.attention}, {graphs}, on {ran.device}")

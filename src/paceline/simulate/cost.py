@@ -145,7 +145,8 @@ PRESETS: dict[str, tuple[str, Cost]] = {
 def load_cost(name: str) -> tuple[str, Cost]:
     """A preset, or a JSON file of ``[[rows, tokens, seconds], ...]`` or with such a list as ``step_times``.
 
-    Where the file has ``points`` as well, those of a profile, they are read: they know what the caches held. Returns what it is, in words, and the cost. Raises PacelineError in one line for anything else.
+    Where the file has the ``points`` of a profile they are read instead: they say what the caches held. Returns what it
+    is, in words, and the cost. Raises PacelineError in one line for anything else.
     """
     if name in PRESETS:
         source, cost = PRESETS[name]

@@ -20,6 +20,7 @@ PLUGIN_METHODS = (
     "restore",
     "state",
     "load_state",
+    "probe",
     "close",
 )
 #: The name under which vLLM knows the transfer engine.
@@ -112,6 +113,24 @@ class WorkerExtension:
         if not on:
             runner.take_draft_token_ids = lambda: None
         return True
+
+    def paceline_execution(self) -> dict[str, Any]:
+        """What passes run with: device, attention backends, CUDA graphs and their sizes, scheduling, prefix caching."""
+        from vllm.platforms import current_platform
+
+        config = self.vllm_config
+        graphs = config.compilation_config
+        groups = getattr(self.model_runner, "attn_groups", ())
+        mode = getattr(graphs.cudagraph_mode, "name", None)
+        device, name = str(config.device_config.device), current_platform.get_device_name()
+        return {
+            "device": device if name == device else f"{device} ({name})",
+            "attention": ", ".join(sorted({group.backend.get_name() for cache in groups for group in cache})),
+            "graphs": "NONE" if config.model_config.enforce_eager else str(mode),
+            "captured": sorted(graphs.cudagraph_capture_sizes or ()),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        }
 
     def paceline_process(self) -> int:
         """The id of the process that the worker runs in."""

@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from paceline.budget.controller import BudgetController
 from paceline.budget.steptime import StepTimeTable
-from paceline.config import PluginConfig
+from paceline.config import BudgetConfig, PluginConfig
 from paceline.drafters import history_of, make_drafter
 from paceline.drafters.follower import Follower, Introduced
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.drafters.isolated_wire import Absorb
+from paceline.drafters.prober import Prober
 from paceline.engines.vllm.versions import require_vllm
 from paceline.engines.vllm.workarounds import mend_worker, standing
 from paceline.integrations.vllm.keeping import Keeper, place
@@ -49,15 +50,7 @@ class HistoryProposer:
         drafter = make_drafter(config.drafter, chains=True)
         self._drafter = None if drafter is None else GuardedDrafter(drafter, self._tell)
         self._controller = BudgetController(config.budget, StepTimeTable(), self.stats, warms_up=True)
-        self._follower = Follower(
-            self._drafter,
-            self._controller,
-            budget=self._runner.budget,
-            context=self._runner.context,
-            vocabulary=self._runner.vocabulary,
-            introduce=self._introduced,
-            stats=self.stats,
-        )
+        self._follower = self._followed_by(self._drafter, self._controller)
         path = place(config, vllm_config.parallel_config.data_parallel_rank) if self._drafts_here else None
         self._keeper = Keeper(self._drafter, path, self.stats.count)
         self._keeper.read(config.drafter.history.warm)
@@ -142,6 +135,17 @@ class HistoryProposer:
         self._controller.table.load_state(state["step_times"])
         self._controller.load_state(state["budget"])
 
+    def probe(self) -> None:
+        """From now on draft random tokens, as many as may be, and verify all: passes are measured, not drafts.
+
+        Only while no request is in flight.
+        """
+        if self._drafter is not None:
+            self._drafter.end_process()
+        self._drafter = GuardedDrafter(Prober(self._runner.vocabulary, self._runner.budget), self._tell)
+        self._controller = BudgetController(BudgetConfig(mode="fixed"), StepTimeTable(), self.stats)
+        self._follower = self._followed_by(self._drafter, self._controller)
+
     def close(self) -> None:
         """End what is followed and write the snapshot, once."""
         try:
@@ -151,6 +155,17 @@ class HistoryProposer:
         self._at_exit()
         if self._drafter is not None:
             self._drafter.end_process()
+
+    def _followed_by(self, drafter: GuardedDrafter | None, controller: BudgetController) -> Follower:
+        return Follower(
+            drafter,
+            controller,
+            budget=self._runner.budget,
+            context=self._runner.context,
+            vocabulary=self._runner.vocabulary,
+            introduce=self._introduced,
+            stats=self.stats,
+        )
 
     def _introduced(self, request_id: str) -> Introduced | None:
         requests = self._runner.requests
