@@ -14,6 +14,7 @@ from paceline.simulate.draftlength import Adaptive, ByRows, Fixed
 from paceline.simulate.lengths import LogNormal, Requests
 from paceline.simulate.passtimes import PassTimes
 from paceline.simulate.rollout import compare, deal, rollout
+from paceline.simulate.spread import Spread
 
 
 class Step:
@@ -31,11 +32,14 @@ class Step:
         return self._seconds(rows, tokens, kv_tokens)
 
 
+EVEN = Spread()
+
+
 class Rate:
     """Each drafted token is kept with one probability while those before it were."""
 
-    def __init__(self, rate, seconds=0.0, fade=0.0):
-        self.rate, self._seconds, self.fade = rate, seconds, fade
+    def __init__(self, rate, seconds=0.0, fade=0.0, spread=EVEN):
+        self.rate, self._seconds, self.fade, self.spread = rate, seconds, fade, spread
 
     def kept(self, drafted, step=0.0):
         at_least = max(self.rate - self.fade * step, 0.0) ** np.arange(drafted + 1)
@@ -117,6 +121,38 @@ def test_long_prompts_are_read_in_passes_of_limited_size_and_siblings_read_their
 def test_a_slot_that_is_free_takes_the_next_request_in_order():
     done = rollout(requests([5, 2, 4, 1]), Step(), limits=Limits(slots=2))
     assert done.finish_N.tolist() == [5.0, 2.0, 6.0, 6.0]
+
+
+def test_prompts_beside_decoding_fill_what_a_pass_has_left_and_end_with_the_first_token():
+    own = requests([4, 3, 2], prompts=[5, 9, 2])
+    step = Step()
+    done = rollout(own, step, Rate(0.0), Fixed(1), limits=Limits(slots=2, batched_tokens=8), leaps=False)
+    # The first prompt and 3 tokens of the second; the rest of it beside a row that drafts, and what that row takes
+    # alone; both rows, twice; then the third prompt, and its row.
+    assert step.asked == [(2, 8, 0), (2, 8, 9), (1, 2, 6), (2, 4, 17), (2, 4, 19), (1, 2, 0), (1, 2, 3)]
+    assert done.tokens == 9
+    assert done.engines[0].read_tokens == 16
+    # Every request says its first token where its prompt ends.
+    alone = rollout(requests([4], prompts=6), Step(), limits=Limits(slots=1, batched_tokens=3))
+    assert (alone.passes, alone.seconds, alone.engines[0].reading_passes) == (4, 5.0, 2)
+    assert alone.tokens_per_forward == 1
+
+
+def test_prompts_wait_where_decoding_takes_all_the_tokens_of_a_pass():
+    own = requests([6, 1, 1], prompts=[1, 4, 4])
+    waits = rollout(own, Step(), Rate(0.0), Fixed(3), limits=Limits(slots=3, batched_tokens=4))
+    # Three prompt tokens beside the first one, then nothing until the first request has ended.
+    assert waits.finish_N.tolist() == [6.0, 7.0, 8.0]
+    assert waits.engines[0].reading_seconds == 3
+
+
+def test_a_prompt_that_is_read_is_preempted_before_what_runs():
+    limits = Limits(slots=3, kv_tokens=25, headroom=0.0, batched_tokens=2)
+    done = rollout(requests([14, 2], prompts=[4, 12]), Step(), limits=limits)
+    assert (done.preemptions, done.recomputed_tokens) == (1, 12)
+    # What was read of the second prompt is lost, and it is read whole once the first request has left.
+    assert done.finish_N.tolist() == [15.0, 22.0]
+    assert done.engines[0].most_kv_tokens <= 25
 
 
 def test_a_preempted_request_is_the_newest_and_is_read_again_when_it_returns():
@@ -203,19 +239,21 @@ def test_leaps_without_drafts_end_where_caches_have_grown_enough_for_drafts_to_p
     engines=st.integers(1, 3),
     length=st.sampled_from(POLICIES),
     rate=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+    batched=st.sampled_from([None, None, 1, 12, 50]),
+    spread=st.sampled_from([Spread(), Spread(1.5, 0.5, -0.4)]),
     seed=st.integers(0, 1 << 40),
 )
 def test_every_token_comes_once_within_slots_and_caches_and_leaps_end_where_single_passes_do(
-    lengths, groups, prompt, slots, room, engines, length, rate, seed
+    lengths, groups, prompt, slots, room, engines, length, rate, batched, spread, seed
 ):
     own = requests(lengths, prompts=prompt, groups=[i % groups for i in range(len(lengths))])
     kv_tokens = None if room is None else prompt + max(lengths) + room
-    limits = Limits(slots=slots, kv_tokens=kv_tokens)
+    limits = Limits(slots=slots, kv_tokens=kv_tokens, batched_tokens=batched)
     leaping, stepping = (
         rollout(
             own,
             CACHES_MATTER,
-            Rate(rate, 1e-3),
+            Rate(rate, 1e-3, spread=spread),
             length,
             limits=limits,
             engines=engines,
@@ -271,6 +309,27 @@ def test_the_kept_tokens_follow_the_draft_model_and_rows_are_independent():
     # Of one row the passes to its end have the standard deviation of a renewal process; equal draws would have none.
     variance = float(draft.kept(drafted) @ (np.arange(drafted + 1) + 1 - mean) ** 2)
     assert done.finish_N.std() == pytest.approx(math.sqrt(variance * length / mean**3), rel=0.35)
+
+
+def test_where_requests_differ_as_much_is_kept_in_all_but_the_last_ones_end_later():
+    own = requests([400] * 48)
+    ends = []
+    for spread in (Spread(), Spread(1.2)):
+        done = [
+            rollout(own, Step(), Rate(0.7, spread=spread), Fixed(7), limits=Limits(slots=48), seed=seed)
+            for seed in range(4)
+        ]
+        kept = np.mean([one.tokens_per_forward for one in done])
+        assert kept == pytest.approx(1 + (0.7 - 0.7**8) / 0.3, rel=0.03)
+        ends.append(np.mean([one.passes for one in done]))
+    assert ends[1] > 1.4 * ends[0]
+
+
+def test_what_is_kept_of_a_request_that_differs_depends_on_no_neighbour():
+    own = requests([400] * 6)
+    draft = Rate(0.7, spread=Spread(1.0))
+    few, many = (rollout(own, Step(), draft, Fixed(3), limits=Limits(slots=s), seed=3) for s in (1, 6))
+    assert np.diff(few.finish_N, prepend=0.0).tolist() == many.finish_N.tolist()
 
 
 def test_a_seed_repeats_and_another_does_not():
@@ -439,6 +498,15 @@ class _Broken(Rate):
         (lambda: rollout(requests([3]), Step(), limits=Limits(slots=1), engines=0), "engines 0"),
         (lambda: compare(drawn, Step(), Rate(1.0), Fixed(1), limits=Limits(slots=1), repeats=0), "repeats 0"),
         (lambda: Limits(slots=0), "slots, kv_tokens"),
+        (lambda: Limits(slots=1, batched_tokens=0), "batched_tokens must be at least 1"),
+        (
+            lambda: rollout(
+                requests([3, 3], prompts=3),
+                Step(lambda rows, tokens, kv: math.nan if rows != tokens else 1.0),
+                limits=Limits(slots=2, batched_tokens=4),
+            ),
+            "prompt tokens",
+        ),
         (lambda: Limits(slots=1, headroom=1.0), "headroom from 0"),
         (lambda: Fixed(-1), "draft length -1"),
         (lambda: Adaptive(-1), "longest draft -1"),

@@ -1,37 +1,23 @@
 """One engine as a discrete-event simulation: continuous batching of its requests, many passes to an event.
 
-What a draft keeps is drawn by counting: draw number n of request r is a hash of (seed, r, n), so a request's luck does
-not depend on what it shares its passes with, and passes advanced together draw what they would have drawn one by one.
+What a draft keeps is drawn by counting (``draws``), so passes advanced together draw what they would one by one.
 """
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.simulate.draftlength import DraftLength
-from paceline.simulate.lengths import Counts, Floats, Requests, SimulationError
-from paceline.simulate.passtimes import BITS, PassTimes
+from paceline.simulate.draftlength import Choice, DraftLength
+from paceline.simulate.draws import Draws
+from paceline.simulate.lengths import Counts, Requests, SimulationError
+from paceline.simulate.passtimes import PassTimes
+from paceline.simulate.timeline import EngineTimeline
 
-Words = npt.NDArray[np.uint64]
-
-# SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 #: Draws held at once: what fits a core's cache.
 _MOST_DRAWS = 1 << 17
-
-
-def mixed(words: Words) -> Words:
-    """SplitMix64's output function, in place."""
-    words ^= words >> np.uint64(30)
-    words *= _MIX[0]
-    words ^= words >> np.uint64(27)
-    words *= _MIX[1]
-    words ^= words >> np.uint64(31)
-    return words
 
 
 @dataclass(frozen=True)
@@ -41,8 +27,9 @@ class Limits:
     ``slots``: requests in flight. ``kv_tokens``: tokens of all caches together, None for no limit; the newest request
     is preempted where the next pass does not fit, and read anew when it returns. ``headroom``: the share of
     ``kv_tokens`` that stays free when a request is admitted. ``prompt_tokens_per_pass``: prompts are read in passes of
-    their own, before the rows decode. ``prefix_cache``: siblings read their prompt once; each still fills a cache of
-    its own.
+    their own, before the rows decode. ``batched_tokens``, where it is given: prompts are read beside the rows that
+    decode instead, in chunks of what a pass has left of so many tokens (vLLM's ``max_num_batched_tokens``).
+    ``prefix_cache``: siblings read their prompt once; each still fills a cache of its own.
     """
 
     slots: int
@@ -50,46 +37,22 @@ class Limits:
     headroom: float = 0.01
     prompt_tokens_per_pass: int = 8192
     prefix_cache: bool = True
+    batched_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.slots, self.prompt_tokens_per_pass, self.kv_tokens or 1) < 1 or not 0 <= self.headroom < 1:
+        given = [self.slots, self.prompt_tokens_per_pass, self.kv_tokens, self.batched_tokens]
+        if any(limit is not None and limit < 1 for limit in given) or not 0 <= self.headroom < 1:
             raise SimulationError(
-                "limits: slots, kv_tokens and prompt_tokens_per_pass must be at least 1, headroom from 0 to below 1"
+                "limits: slots, kv_tokens, prompt_tokens_per_pass and batched_tokens must be at least 1, headroom from "
+                "0 to below 1"
             )
-
-
-@dataclass
-class EngineTimeline:
-    """What one engine did. ``finish_N`` are seconds from the start, by request of the engine in order.
-
-    ``forwards`` are row-passes; ``drafted_passes`` passes with drafts; ``tail_seconds`` those with rows in less than a
-    quarter of the slots; ``read_tokens`` prompt tokens read, ``recomputed_tokens`` of them once more after preemption.
-    ``changes`` holds (seconds, rows from then on).
-    """
-
-    finish_N: Floats
-    seconds: float = 0.0
-    tail_seconds: float = 0.0
-    reading_seconds: float = 0.0
-    tokens: int = 0
-    passes: int = 0
-    drafted_passes: int = 0
-    forwards: int = 0
-    drafted: int = 0
-    reading_passes: int = 0
-    read_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
-    most_rows: int = 0
-    most_kv_tokens: int = 0
-    changes: list[tuple[float, int]] = field(default_factory=list)
 
 
 class Engine:
     """One engine and its requests, to be run once. ``numbers_N`` are their numbers in the whole rollout.
 
-    ``leaps`` False advances pass by pass and asks the step time each time: the same outcome, slower. Raises
-    SimulationError where a request can never fit ``limits.kv_tokens``.
+    ``level_N`` are their kinds (``Spread``). ``leaps`` False advances pass by pass and asks the step time each time:
+    the same outcome, slower. Raises SimulationError where a request can never fit ``limits.kv_tokens``.
     """
 
     def __init__(
@@ -101,6 +64,7 @@ class Engine:
         limits: Limits,
         seed: int,
         leaps: bool,
+        level_N: Counts,
     ) -> None:
         self.group_N, self.prompt_N, self.length_N = requests.group_N, requests.prompt_N, requests.length_N
         largest = int((self.prompt_N + self.length_N).max())
@@ -110,35 +74,39 @@ class Engine:
                 f"kv_tokens {limits.kv_tokens}: a request of {largest} tokens with its prompt never fits; raise it"
             )
         self.times, self.length, self.limits, self.leaps = times, length, limits, leaps
-        self.stream_N = mixed(
-            mixed(np.full(len(requests), seed % 2**64, np.uint64) + _GAMMA) + numbers_N.astype(np.uint64)
-        )
-        self.drawn_N = np.zeros(len(requests), np.uint64)
+        self.draws, self.level_N = Draws(numbers_N, seed), level_N
         self.emitted_N = np.zeros(len(requests), np.int64)
         self.waiting = deque(range(len(requests)))
         self.running = np.empty(0, np.int64)  # the newest last
-        self.kv = 0
+        self.kv = 0  # what these have cached
+        self.reading: deque[list[int]] = deque()  # (request, tokens to read, tokens known), all newer than those
+        self.aside = 0  # what these will have cached when they are read
         self.cached: set[int] = set()
         self.preempted: set[int] = set()
         self.done = EngineTimeline(finish_N=np.full(len(requests), math.nan))
 
     def run(self) -> EngineTimeline:
         """Until the last request is finished."""
-        while self.waiting or len(self.running):
+        while self.waiting or self.reading or len(self.running):
             self._admit()
             drafted, until = self._fit()
-            self.done.most_rows = max(self.done.most_rows, len(self.running))
+            self.done.most_rows = max(self.done.most_rows, self._rows())
             self._note()
-            self._advance(drafted, until)
+            if not self.reading or not self._mix(drafted):
+                self._advance(drafted, until)
         self._note()
         return self.done
 
+    def _rows(self) -> int:
+        """Requests in flight."""
+        return len(self.running) + len(self.reading)
+
     def _admit(self) -> None:
         """Fill the slots from the queue, in order, while caches have room for a pass of the longest draft."""
-        free = self.limits.slots - len(self.running)
+        rows, kv = self._rows(), self.kv + self.aside
+        free = self.limits.slots - rows
         if not free or not self.waiting:
             return
-        rows, kv = len(self.running), self.kv
         admitted: list[int] = []
         roof = self.most_kv * (1 - self.limits.headroom)
         while self.waiting and len(admitted) < free:
@@ -147,63 +115,112 @@ class Engine:
                 break
             kv, rows = kv + held, rows + 1
             admitted.append(self.waiting.popleft())
-        if admitted:
-            self.running = np.concatenate([self.running, admitted])
-            self.kv = kv
-            self._note()
-            self._read(admitted)
+        if not admitted:
+            return
+        if self.limits.batched_tokens is not None:
+            self.reading += [[request, *self._missing(request, 0)] for request in admitted]
+            self.aside = kv - self.kv
+            return
+        self.running = np.concatenate([self.running, admitted])
+        self.kv = kv
+        self._note()
+        # The last token of each goes into its first decoding.
+        missing = [self._missing(request, 1) for request in admitted]
+        parts = [[request, *part] for request, part in zip(admitted, missing, strict=True) if part[0]]
+        while parts:
+            rows, tokens, cached = self._chunk(parts, self.limits.prompt_tokens_per_pass)
+            seconds = self.times.reading(rows, tokens, cached)
+            self.done.reading_seconds += seconds
+            self._spend(seconds)
+            parts = [part for part in parts if part[1]]
 
     def _held(self, request: int) -> int:
         return int(self.prompt_N[request] + self.emitted_N[request])
 
-    def _read(self, admitted: list[int]) -> None:
-        """Passes over all but the last token of what the admitted hold; that one goes into their first decoding."""
-        parts = []
-        for request in admitted:
-            held, group = self._held(request) - 1, int(self.group_N[request])
-            known = min(int(self.prompt_N[request]), held) if group in self.cached else 0
-            if self.limits.prefix_cache:
-                self.cached.add(group)
-            if held > known:
-                parts.append((held - known, known))
-                if request in self.preempted:
-                    self.done.recomputed_tokens += held - known
-        most = self.limits.prompt_tokens_per_pass
-        while parts:
-            rows = tokens = cached = 0
-            while parts and tokens < most:
-                left, known = parts.pop(0)
-                now = min(left, most - tokens)
-                rows, tokens, cached = rows + 1, tokens + now, cached + known
-                if now < left:
-                    parts.insert(0, (left - now, known + now))
-            seconds = self.times.reading(rows, tokens, cached)
-            self.done.reading_passes += 1
-            self.done.read_tokens += tokens
-            self.done.reading_seconds += seconds
-            self._spend(seconds)
+    def _missing(self, request: int, but: int) -> tuple[int, int]:
+        """(tokens to be read, tokens known) of an admitted request, all ``but`` the last ones."""
+        held, group = self._held(request) - but, int(self.group_N[request])
+        known = min(int(self.prompt_N[request]), self._held(request) - 1) if group in self.cached else 0
+        if self.limits.prefix_cache:
+            self.cached.add(group)
+        if request in self.preempted:
+            self.done.recomputed_tokens += held - known
+        return held - known, known
 
-    def _fit(self) -> tuple[int, float]:
-        """The draft length, after the newest rows were preempted as far as the pass does not fit the caches."""
+    def _chunk(self, parts: Iterable[list[int]], most: int) -> tuple[int, int, int]:
+        """Read up to ``most`` tokens of the parts in order: (requests, tokens, what was cached of these requests)."""
+        rows = tokens = cached = 0
+        for part in parts:
+            now = min(part[1], most - tokens)
+            if not now:
+                break
+            rows, tokens, cached = rows + 1, tokens + now, cached + part[2]
+            part[1:] = part[1] - now, part[2] + now
+        self.done.reading_passes += 1
+        self.done.read_tokens += tokens
+        return rows, tokens, cached
+
+    def _fit(self) -> Choice:
+        """The draft length, after the newest requests were preempted as far as the pass does not fit the caches."""
         while True:
             rows = len(self.running)
-            drafted, until = self.length.choose(self.times, rows, self.kv)
-            if self.kv + rows * (drafted + 1) <= self.most_kv:
-                return drafted, until
-            if rows == 1:
-                return int(self.most_kv) - self.kv - 1, until
-            newest = int(self.running[-1])
-            self.running = self.running[:-1]
-            self.kv -= self._held(newest)
+            choice = self.length.choose(self.times, rows, self.kv) if rows else Choice(0)
+            if self.kv + rows * (choice.drafted + 1) <= self.most_kv - self._kept_aside():
+                return choice
+            if self.reading:
+                newest, _, known = self.reading.pop()
+                self.aside -= self._held(newest)
+                if known < self.prompt_N[newest] - 1:
+                    self.cached.discard(int(self.group_N[newest]))
+            elif rows > 1:
+                newest = int(self.running[-1])
+                self.running = self.running[:-1]
+                self.kv -= self._held(newest)
+            else:
+                return Choice(int(self.most_kv) - self.kv - 1, choice.until)
             self.waiting.appendleft(newest)
             self.preempted.add(newest)
             self.done.preemptions += 1
+
+    def _kept_aside(self) -> int:
+        """Room in the caches for the requests that are being read, each with its first token."""
+        return self.aside + len(self.reading)
+
+    def _mix(self, drafted: int) -> bool:
+        """One pass that reads prompts beside the rows that decode; False where these leave no tokens for it."""
+        rows, parts = len(self.running), list(self.reading)
+        left = (self.limits.batched_tokens or 0) - rows * (drafted + 1)
+        if left <= 0:
+            return False
+        readers, tokens, cached = self._chunk(parts, left)
+        seconds = self.times.mixed(rows, drafted, readers, tokens, self.kv, cached)
+        self.done.reading_seconds += seconds - (self.times.seconds(rows, drafted, self.kv) if rows else 0.0)
+        self._spend(seconds)
+        most = self.kv + rows * (drafted + 1) + self._kept_aside()
+        self.done.most_kv_tokens = max(self.done.most_kv_tokens, most)
+        read = np.array([part[0] for part in parts if not part[1]], np.int64)
+        if rows:
+            left_R = self.length_N[self.running] - self.emitted_N[self.running]
+            gained_R = self._drawn(drafted, left_R, -1)[0] if drafted else np.ones(rows, np.int64)
+            self._count(1, rows, drafted)
+            self._keep(gained_R, left_R)
+        elif len(read):
+            self.done.passes += 1
+        self.done.forwards += len(read)
+        self.reading = deque(part for part in parts if part[1])
+        held = int((self.prompt_N[read] + self.emitted_N[read]).sum())
+        self.aside -= held
+        # Those that are read say their first token, at the end of what runs.
+        running, self.running, self.kv = self.running, read, self.kv + held
+        self._keep(np.ones(len(read), np.int64), self.length_N[read] - self.emitted_N[read])
+        self.running = np.concatenate([running, self.running])
+        return True
 
     def _advance(self, drafted: int, until: float) -> None:
         """Passes up to the first that ends a row, or before the first that does not fit or may draft otherwise."""
         rows = len(self.running)
         left_R = self.length_N[self.running] - self.emitted_N[self.running]
-        room = self.most_kv - rows * (drafted + 1)  # a pass may start with so many cached tokens
+        room = self.most_kv - self._kept_aside() - rows * (drafted + 1)  # a pass may start with so many cached tokens
         if drafted:
             gained_R, kv_T = self._drawn(drafted, left_R, min(room, until - 1))
         else:
@@ -215,13 +232,16 @@ class Engine:
             self._spend(float(self.times.over(rows, drafted, kv_T).sum()))
         else:
             self._spend(self.times.seconds(rows, drafted, self.kv))
-        done = self.done
-        done.passes += passes
-        done.forwards += passes * rows
-        done.drafted += passes * rows * drafted
-        done.drafted_passes += passes if drafted else 0
-        done.most_kv_tokens = max(done.most_kv_tokens, int(kv_T[-1]) + rows * (drafted + 1))
+        self._count(passes, rows, drafted)
+        most = int(kv_T[-1]) + rows * (drafted + 1) + self.aside
+        self.done.most_kv_tokens = max(self.done.most_kv_tokens, most)
         self._keep(gained_R, left_R)
+
+    def _count(self, passes: int, rows: int, drafted: int) -> None:
+        self.done.passes += passes
+        self.done.forwards += passes * rows
+        self.done.drafted += passes * rows * drafted
+        self.done.drafted_passes += passes if drafted else 0
 
     def _keep(self, gained_R: Counts, left_R: Counts) -> None:
         """Emit tokens, and let rows go that have all of theirs."""
@@ -245,12 +265,10 @@ class Engine:
         if self.leaps:
             mean = 1 + self.times.expected(drafted)
             passes = min(int(left_R.min() / mean) + 1, max(_MOST_DRAWS // rows, 1))
-        draw_T = np.arange(1, passes + 1, dtype=np.uint64) * _GAMMA
-        start_R = self.stream_N[self.running] + self.drawn_N[self.running] * _GAMMA
-        bits_TR = mixed(start_R + draw_T[:, None]) >> np.uint64(64 - BITS)
+        bits_TR = self.draws.next(self.running, passes)
         emitted_TR = np.ones(bits_TR.shape, np.int32)
-        for threshold in self.times.thresholds(drafted):
-            emitted_TR += bits_TR >= threshold
+        for threshold_J in self.times.thresholds(drafted):
+            emitted_TR += bits_TR >= threshold_J[self.level_N[self.running]]
         np.cumsum(emitted_TR, axis=0, out=emitted_TR)
         is_ending_R = emitted_TR[-1] >= left_R
         if is_ending_R.any():
@@ -258,16 +276,16 @@ class Engine:
         kv_T = np.full(passes, self.kv)
         kv_T[1:] += emitted_TR[: passes - 1].sum(axis=1)
         passes = min(passes, max(int(np.searchsorted(kv_T, last_kv, side="right")), 1))
-        self.drawn_N[self.running] += np.uint64(passes)
+        self.draws.take(self.running, passes)
         return np.minimum(emitted_TR[passes - 1], left_R).astype(np.int64), kv_T[:passes]
 
     def _spend(self, seconds: float) -> None:
         self.done.seconds += seconds
-        if 4 * len(self.running) < self.limits.slots:
+        if 4 * self._rows() < self.limits.slots:
             self.done.tail_seconds += seconds
 
     def _note(self) -> None:
-        rows = len(self.running)
+        rows = self._rows()
         if not self.done.changes or self.done.changes[-1][1] != rows:
             self.done.changes.append((self.done.seconds, rows))
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from paceline.schema import PacelineError
 from paceline.simulate.results import DrafterResult
+from paceline.simulate.spread import Spread
 from paceline.simulate.steptime import Mode, StepTime, one_mode
 
 Floats = npt.NDArray[np.float64]
@@ -63,6 +64,7 @@ class Drift(msgspec.Struct, frozen=True):
 
 
 HELD = Drift()
+EVEN = Spread()
 
 
 class Acceptance:
@@ -208,10 +210,11 @@ class DrafterPasses:
 
 
 class Drafting:
-    """A draft model of an acceptance and a cost."""
+    """A draft model of an acceptance, a cost, and how far requests differ in what is kept; ``acceptance`` is of all."""
 
-    def __init__(self, acceptance: Acceptance, cost: DraftCost) -> None:
+    def __init__(self, acceptance: Acceptance, cost: DraftCost, spread: Spread = EVEN) -> None:
         self.acceptance = acceptance
+        self.spread = spread
         self.cost = cost
         self.mode = cost.mode
         self.source = cost.source

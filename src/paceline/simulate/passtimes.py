@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from paceline.simulate.drafting import DraftModel
 from paceline.simulate.lengths import Floats, SimulationError
+from paceline.simulate.spread import laws_of
 from paceline.simulate.steptime import StepTime
 
 #: A span of cache sizes is taken for a line where five points of it are on one within this relative error.
@@ -23,7 +24,8 @@ class PassTimes:
     ``over`` knows each (rows, drafted) as a broken line in the cached tokens, which is refined until it is straight
     between its knots: exact for a step time that is linear or convex and piecewise linear in them (a roofline), and
     found with a few dozen calls of the step time however many passes are asked for. The range ends with
-    ``most_kv_per_row`` in every row, or ``most_kv`` in all.
+    ``most_kv_per_row`` in every row, or ``most_kv`` in all. Requests are of one kind, or of those of a ``Spread`` with
+    ``log_odds``; ``weight_J`` are the tokens that each kind emits.
     """
 
     def __init__(
@@ -33,10 +35,13 @@ class PassTimes:
         most_kv_per_row: int,
         most_kv: int | None = None,
         trained: float = 0.0,
+        log_odds: float = 0.0,
+        weight_J: Floats | None = None,
     ) -> None:
         self.step = step
         self.draft = draft
         self.trained = trained
+        self._log_odds, self._weight_J = log_odds, weight_J
         self._most_kv_per_row = most_kv_per_row
         self._most_kv = math.inf if most_kv is None else most_kv
         self._lines: dict[tuple[int, int], tuple[Floats, Floats]] = {}
@@ -72,6 +77,23 @@ class PassTimes:
             self._prompts[place] = seconds
         return self._prompts[place]
 
+    def mixed(self, rows: int, drafted: int, readers: int, tokens: int, kv_tokens: int, read: int) -> float:
+        """Seconds of a pass in which ``readers`` more requests read ``tokens`` of prompts beside ``rows`` that decode.
+
+        ``kv_tokens`` are cached for the rows, ``read`` for the readers. Raises as ``seconds`` does.
+        """
+        if not rows:
+            return self.reading(readers, tokens, read)
+        seconds = self.step.seconds(rows + readers, rows * (1 + drafted) + tokens, kv_tokens + read)
+        if drafted:
+            seconds += self._drafter().seconds(rows, drafted, kv_tokens)
+        if not 0 < seconds < math.inf:
+            raise SimulationError(
+                f"step time ({self.step.source}): {seconds} s for a pass of {rows} rows of {1 + drafted} tokens and "
+                f"{tokens} prompt tokens; give it times for so many, or read fewer tokens a pass (batched_tokens)"
+            )
+        return seconds
+
     def over(self, rows: int, drafted: int, kv_T: npt.NDArray[np.int64]) -> Floats:
         """Seconds of each of T passes with ``kv_T`` cached tokens."""
         place = rows, drafted
@@ -96,10 +118,13 @@ class PassTimes:
         return float(self.kept(drafted) @ np.arange(drafted + 1)) if drafted else 0.0
 
     def thresholds(self, drafted: int) -> npt.NDArray[np.uint64]:
-        """Entry n: of 2 ** BITS equally likely draws, those below it keep at most n of ``drafted`` tokens."""
+        """(drafted, J): of 2 ** BITS equally likely draws, those below entry (n, j) keep at most n in kind j."""
         if drafted not in self._thresholds:
-            shares = np.minimum(np.cumsum(self.kept(drafted))[:-1], 1.0)
-            self._thresholds[drafted] = np.round(shares * 2**BITS).astype(np.uint64)
+            laws_JK = self.kept(drafted)[None]
+            if self._weight_J is not None:
+                laws_JK = laws_of(laws_JK[0], self._log_odds, self._weight_J)
+            shares = np.minimum(np.cumsum(laws_JK, axis=1)[:, :-1], 1.0)
+            self._thresholds[drafted] = np.round(shares.T * 2**BITS).astype(np.uint64)
         return self._thresholds[drafted]
 
     def _drafter(self) -> DraftModel:

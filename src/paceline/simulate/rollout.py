@@ -6,12 +6,14 @@ from typing import cast
 
 import numpy as np
 
-from paceline.simulate.batching import Engine, EngineTimeline, Limits
+from paceline.simulate.batching import Engine, Limits
 from paceline.simulate.drafting import DraftModel
 from paceline.simulate.draftlength import DraftLength, Fixed
 from paceline.simulate.lengths import Counts, Floats, Requests, SimulationError
 from paceline.simulate.passtimes import PassTimes
+from paceline.simulate.spread import LEVELS, Spread
 from paceline.simulate.steptime import Mode, StepTime, one_mode
+from paceline.simulate.timeline import EngineTimeline
 
 _POINTS = 300
 
@@ -124,8 +126,9 @@ def rollout(
     A pass of R rows with drafts of k tokens takes ``step.seconds(R, R (1 + k), cached tokens)`` and, where k > 0,
     ``draft.seconds(R, k, cached tokens)``; each row emits its kept tokens and one more, never beyond its length. A row
     drafts k tokens also where it has fewer left: an engine does not know where a response will end. ``length`` None
-    drafts nothing. ``trained``: training steps since the drafter was trained, for its law of kept tokens. ``seed``
-    fixes what is kept. ``leaps`` False advances pass by pass, for checks. Raises SimulationError where a request can
+    drafts nothing. ``trained``: training steps since the drafter was trained, for its law of kept tokens. Where
+    ``draft`` has a ``spread``, requests differ, and all forwards together keep what its law says. ``seed`` fixes what
+    is kept. ``leaps`` False advances pass by pass, for checks. Raises SimulationError where a request can
     never fit, drafts have no model, or a step time is unknown, and PacelineError where policy and drafter have seconds
     of different modes.
     """
@@ -135,14 +138,20 @@ def rollout(
         one_mode(step, cast("StepTime", draft))
     length = length or Fixed(0)
     most_kv_per_row = int((requests.prompt_N + requests.length_N).max())
-    times = PassTimes(step, draft, most_kv_per_row, limits.kv_tokens, trained)
+    level_N: Counts = np.zeros(len(requests), np.int64)
+    weight_J: Floats | None = None
+    spread: Spread = getattr(draft, "spread", Spread())
+    if spread.log_odds > 0:
+        level_N = spread.levels(requests, seed)
+        weight_J = np.bincount(level_N, requests.length_N.astype(np.float64), LEVELS).astype(np.float64)
+    times = PassTimes(step, draft, most_kv_per_row, limits.kv_tokens, trained, spread.log_odds, weight_J)
     engine_N = deal(requests, engines)
     finish_N = np.empty(len(requests))
     done: list[EngineTimeline] = []
     for engine in range(min(engines, int(engine_N.max()) + 1)):
         numbers = np.flatnonzero(engine_N == engine)
         own = Requests(requests.group_N[numbers], requests.prompt_N[numbers], requests.length_N[numbers])
-        done.append(Engine(own, numbers, times, length, limits, seed, leaps).run())
+        done.append(Engine(own, numbers, times, length, limits, seed, leaps, level_N[numbers]).run())
         finish_N[numbers] = done[-1].finish_N
     done += [EngineTimeline(finish_N=np.empty(0), changes=[(0.0, 0)]) for _ in range(engines - len(done))]
     seconds = float(finish_N.max())
