@@ -69,6 +69,7 @@ FROZEN = {
         "--validate",
         "--views",
         "--png",
+        "--html",
         "--json",
     ],
     "tune": [

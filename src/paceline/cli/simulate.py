@@ -89,6 +89,9 @@ def simulate(
     png: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False)
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write an interactive page of it.", show_default=False)
+    ] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Say what drafting would bring.
@@ -104,6 +107,7 @@ def simulate(
 
         from paceline.schema import PacelineError
         from paceline.simulate import given, recorded
+        from paceline.simulate.breakdown import Layout
         from paceline.simulate.drafting import Drafting
         from paceline.simulate.projected import lengths_table, scenario_lines, step_tables, view_lines
         from paceline.simulate.projection import LONGEST, Scenario, project, verdict
@@ -194,6 +198,25 @@ def simulate(
         if png is not None and seen is not None:
             write_views(result, seen, png)
         show(verdict(result))
+        if html is not None:
+            from paceline.simulate.page import Start, write_page
+
+            fixed_s, each_s = (each / 1000 for each in given.numbers("--draft-ms", draft_ms))
+            start = Start(
+                scenario=msgspec.structs.replace(scenario, kv_tokens=kv_tokens),
+                acceptance=rates.conditional,
+                draft_s=(fixed_s, each_s),
+                phases=others,
+                drift=rates.drift,
+                age_bound=age_bound,
+                repeats=repeats,
+                seed=seed,
+                model=model,
+                hardware=hardware,
+                layout=Layout(tensor=tensor, expert=expert),
+                precision=precision,
+            )
+            write_page(html, start, step)
         write_json(json_path, {**msgspec.structs.asdict(result), "views": seen})
 
 
