@@ -32,7 +32,7 @@ def test_the_answer_is_a_line_a_table_and_complete_as_json(trace, times, tmp_pat
     done = invoke(trace, "--cost", times, "--budgets", "1,4", "--json", tmp_path / "t.json")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[0] == "tiny: 50 tokens in 5 steps; chosen on 2 of them, confirmed on the last 2"
+    assert lines[0] == "tiny: 50 tokens in 5 steps; chosen on 3 of them, confirmed on the last 2"
     assert [line.split()[:2] for line in lines[3:8]] == [
         ["none", "0"],
         *([name, budget] for name in ("history", "prompt_lookup") for budget in ("1", "4")),
@@ -96,6 +96,27 @@ def test_batch_and_tokenizer_reach_the_replay(tmp_path, times):
     assert f"--tokenizer {tmp_path / 'absent'}: cannot be loaded" in done.stderr
 
 
+def test_a_model_that_drafts_and_the_whole_step_with_its_schedule(trace, times, tmp_path):
+    curve = {"kind": "eagle3", "path": "heads/one", "acceptance": [1.0], "train_seconds_per_step": 0.5}
+    (tmp_path / "head.json").write_text(json.dumps(curve))
+    options = ["--soft", f"sure={tmp_path / 'head.json'}", "--drafters", "none", "--budgets", "4", "--cost", times]
+    schedule = ["--phases", "train=2e6,refit=1e3", "--devices", "4", "--age-bound", "1", "--out", tmp_path / "y"]
+    done = invoke(trace, *options, *schedule, "--json", tmp_path / "t.json")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert result["together"]["final"] == {"drafter": "sure", "budget": 4}
+    assert result["speculative_config"] == {"method": "eagle3", "model": "heads/one", "num_speculative_tokens": 4}
+    assert result["phases"] == "as given"
+    # One prompt keeps one engine busy, for two passes of 1e6 s; the other three train, in 4/3 of what four take.
+    assert "\nplain steps take 12001000.00 s on 4 devices, generation 83% of it\n" in done.stdout
+    line = "step: 4.50x (4.50 to 4.50), 2666667.33 s, 1 roll out and 3 train, up to 1 ahead; by drafting 3.75x"
+    assert f"\n{line} (3.75 to 3.75)\n" in done.stdout
+    config = load_config(tmp_path / "y")
+    assert (config.drafter.kind, config.drafter.head.path, config.drafter.budget) == ("eagle3", "heads/one", 4)
+    assert (config.rl.max_age_steps, config.cluster.rollout_workers, config.learner_ranks) == (1, 1, 3)
+    assert f"# {line}" in (tmp_path / "y").read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -108,6 +129,11 @@ def test_batch_and_tokenizer_reach_the_replay(tmp_path, times):
             ("--cost", "smollm2-cpu", "--drafters", "history,ngramrl", "--out", "y"),
             "--out: paceline train has no drafter ngramrl; leave it out of --drafters",
         ),
+        (("--cost", "smollm2-cpu", "--soft", "absent"), "--soft absent: no such file or folder"),
+        (("--cost", "smollm2-cpu", "--drafters", "none"), "unknown drafter 'none'"),
+        (("--cost", "smollm2-cpu", "--devices", "2"), "tells no seconds of a step's other phases"),
+        (("--cost", "smollm2-cpu", "--phases", "trian=1"), "--phases trian=1: write NAME=SECONDS"),
+        (("--cost", "smollm2-cpu", "--phases", "train=1", "--age-bound", "1"), "takes --devices of 2 or more"),
         (("--cost", "smollm2-cpu", "--held-out", "1"), "--held-out 1: must be above 0 and below 1"),
         (
             ("--cost", "smollm2-cpu", "--out", "absent/y", "--budgets", "4"),

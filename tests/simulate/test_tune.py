@@ -4,20 +4,24 @@ import json
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from paceline.config import Config, DrafterConfig, PluginConfig, load_config
 from paceline.drafters.base import Prefetcher
 from paceline.engines.vllm.launch import speculation
 from paceline.schema import PacelineError
-from paceline.simulate.chosen import drafter_section, settings_yaml, vllm_settings
+from paceline.simulate.chosen import drafter_section, settings_tree, settings_yaml, vllm_settings
+from paceline.simulate.confirmed import NOTHING, Choice
 from paceline.simulate.cost import LinearCost
 from paceline.simulate.drafters import drafter_by_name
+from paceline.simulate.forecast import forecast
 from paceline.simulate.metered import Account, metered
 from paceline.simulate.overlap import last_steps
 from paceline.simulate.replay import Replay
+from paceline.simulate.told import verdict
 from paceline.simulate.tune import held_out_steps, tune_traces
-from paceline.simulate.tuned import NOTHING, Choice, judge, verdict
+from paceline.simulate.tuned import judge
 from recorded import Scripted, oracle, step, write_trace
 
 TEN = list(range(100, 110))
@@ -98,11 +102,11 @@ def test_a_drafter_that_works_meanwhile_still_does():
 
 
 def test_the_quickest_on_the_steps_before_is_chosen_and_confirmed_on_the_last():
-    # Of 6 steps the last 2 are held out, the 2 before choose, and the first 2 only begin.
-    tuned = judge([ledger([10.0] * 6, good=[99, 99, 4, 6, 4, 5], poor=[1, 1, 9, 9, 2, 2])], [2])
+    # Of 6 steps the last 2 are held out and the 4 before choose.
+    tuned = judge([ledger([10.0] * 6, good=[5, 5, 5, 5, 4, 5], poor=[8, 8, 8, 8, 2, 2])], [2])
     assert (tuned.chosen, tuned.final, tuned.best) == (Choice("good", 4), Choice("good", 4), Choice("poor", 4))
-    assert (tuned.steps, tuned.chosen_on_steps, tuned.held_out_steps, tuned.tokens) == (6, 2, 2, 60)
-    assert (tuned.expected.speedup_earlier, tuned.expected.speedup) == (pytest.approx(2.0), pytest.approx(20 / 9))
+    assert (tuned.steps, tuned.chosen_on_steps, tuned.held_out_steps, tuned.tokens) == (6, 4, 2, 60)
+    assert (tuned.expected.speedup_expected, tuned.expected.speedup) == (pytest.approx(2.0), pytest.approx(20 / 9))
     assert tuned.distance == pytest.approx(9 / 4 - 1)
     assert verdict(tuned) == (
         "draft: good with drafts of 4 makes rollouts 2.22x (2.00 to 2.50) on 2 steps held out; "
@@ -137,7 +141,34 @@ def test_a_gain_that_is_not_sure_is_left():
 def test_where_plain_decoding_is_quickest_nothing_is_drafted():
     tuned = judge([ledger([10.0] * 4, drafts=[12, 12, 5, 5])], [2])
     assert (tuned.chosen, tuned.final) == (NOTHING, NOTHING)
-    assert verdict(tuned).startswith("leave drafting off: nothing was quicker than plain decoding")
+    assert verdict(tuned).startswith("leave drafting off: by the steps before them nothing would be quicker")
+
+
+def test_the_line_that_is_forecast_is_the_one_by_hand():
+    # Weights 1/3 and 2/3, mean 2/3 at age 1/3, spread 2/9: the slope is (2/9) / (2/9 + 2), a tenth.
+    for ahead, expected in ((1, 2 / 3 + (1 / 3 + 1) / 10), (3, 2 / 3 + (1 / 3 + 2) / 10)):
+        assert forecast(np.array([[0.0, 1.0], [1.0, 1.0]]), ahead) == pytest.approx([expected, 1.0])
+    assert forecast(np.array([[0.7]]), 5) == pytest.approx([0.7]), "one step has no trend"
+
+
+def test_of_two_that_are_alike_the_rising_one_is_chosen_and_what_is_past_counts_little():
+    both = ledger([10.0] * 8, rising=[9, 7, 5.5, 4.5, 4.2, 4.0, 4, 4], level=[4.2, 4.2, 4.2, 4.2, 4.2, 4.2, 5, 5])
+    assert judge([both], [2]).chosen == Choice("rising", 4)
+    # Over the steps seen it took longer by half.
+    both = ledger([10.0] * 8, falling=[3, 3.2, 3.4, 3.6, 4.1, 4.4, 5, 5], level=[4.3] * 8)
+    assert judge([both], [2]).chosen == Choice("level", 4)
+
+
+def test_a_burst_of_the_clock_does_not_choose():
+    def drafts(*seconds):
+        return [Account(pass_seconds=4.0, draft_seconds=s, tokens=10, row_forwards=5) for s in seconds]
+
+    steps = {NOTHING: [account(10.0)] * 6}
+    steps |= {Choice("disturbed", 4): drafts(0.1, 0.1, 0.1, 6.0, 0.1, 0.1), Choice("slower", 4): drafts(*[0.5] * 6)}
+    tuned = judge([steps], [2])
+    assert tuned.chosen == Choice("disturbed", 4)
+    later = steps | {Choice("disturbed", 4): drafts(0.1, 0.1, 0.1, 0.1, 6.0, 0.1)}
+    assert judge([later], [2]).expected.draft_seconds == pytest.approx(6.1), "on the steps held out all of it counts"
 
 
 @pytest.mark.parametrize("steps", range(5, 40))
@@ -176,7 +207,7 @@ def test_a_choice_that_does_not_hold_is_given_up(tune):
     )
     tuned = result.together
     assert tuned.chosen.drafter == "scripted"
-    assert tuned.expected.speedup_earlier > 2 > 1 > tuned.expected.speedup
+    assert tuned.expected.speedup_expected > 2 > 1 > tuned.expected.speedup
     assert (tuned.final, tuned.best, result.drafter) == (NOTHING, NOTHING, None)
 
 
@@ -244,7 +275,7 @@ def test_more_requests_than_the_cost_knows_are_refused(tmp_path):
 )
 def test_the_settings_are_a_configuration_that_drafts_as_replayed(name, key, value, tmp_path):
     path = tmp_path / "tuned.yaml"
-    path.write_bytes(settings_yaml(drafter_section(name, 6), "why", "whence"))
+    path.write_bytes(settings_yaml(settings_tree(drafter_section(name, 6)), "why", "whence"))
     config = load_config(path)
     assert config.drafter == drafter_section(name, 6)
     found = config.drafter
@@ -256,7 +287,7 @@ def test_the_settings_are_a_configuration_that_drafts_as_replayed(name, key, val
 
 
 def test_leaving_it_off_is_a_configuration_too(tmp_path):
-    (tmp_path / "off.yaml").write_bytes(settings_yaml(None))
+    (tmp_path / "off.yaml").write_bytes(settings_yaml(settings_tree(None)))
     assert load_config(tmp_path / "off.yaml").drafter.kind == "none"
 
 

@@ -1,14 +1,11 @@
 """``paceline tune``: which drafter and budget pay on rollouts like yours, or that none does."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
-
-if TYPE_CHECKING:
-    from paceline.config import DrafterConfig
 
 #: Columns that a table may take in any terminal.
 _WIDEST = 160
@@ -26,14 +23,36 @@ def tune(
         typer.Option(metavar="COST", help="Step times: a preset or file, as replay takes.", show_default=False),
     ] = None,
     drafters: Annotated[
-        str, typer.Option(metavar="A,B,C", help="Drafters to try, with options as NAME:key=value,key=value.")
+        str,
+        typer.Option(metavar="A,B,C", help="Drafters to replay, with options as NAME:key=value,key=value; or none."),
     ] = "history,prompt_lookup",
+    soft: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]SOURCE",
+            help="A model that drafts, by what it did: the folder of a run, or a file of its acceptance and cost. "
+            "May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     budgets: Annotated[
         str, typer.Option(metavar="N,N", help="Most tokens drafted for a request, to try.")
     ] = "2,4,8,16",
     batch: Annotated[
         int | None, typer.Option(min=1, help="Requests at a time; as recorded: all of a step.", show_default=False)
     ] = None,
+    phases: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=S,..",
+            help="Seconds of a step's other phases on all devices: data, refit, logprob, train, other.",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[int, typer.Option(metavar="N", help="Devices that the run has.")] = 1,
+    age_bound: Annotated[
+        int, typer.Option(metavar="K", help="Steps that generation may run ahead of training, at most.")
+    ] = 0,
     held_out: Annotated[float, typer.Option(metavar="SHARE", help="Last steps that confirm the choice.")] = 0.3,
     tokenizer: Annotated[
         str | None,
@@ -48,7 +67,7 @@ def tune(
     """Choose a drafter and its budget by replaying your rollouts, or leave drafting off.
 
     The choice is made on the earlier steps and confirmed on the last ones. Passes take what --cost says; drafting takes
-    what it took here.
+    what it took here, that of models what it took them. With --phases, or a run's own, the whole step is judged.
     """
     with one_line_errors():
         import sys
@@ -56,17 +75,19 @@ def tune(
         from rich.console import Console
 
         from paceline.schema import PacelineError
+        from paceline.simulate import given
         from paceline.simulate.chosen import drafter_section
         from paceline.simulate.cost import PRESETS
         from paceline.simulate.drafters import drafter_by_name, split_names
+        from paceline.simulate.told import step_lines, step_table, sweep_table, trace_line, verdict
         from paceline.simulate.tune import tune_traces
-        from paceline.simulate.tuned import Tuned, sweep_table, trace_line, verdict
+        from paceline.simulate.tuned import Tuned
 
         if cost is None:
             raise PacelineError(
                 f"--cost is missing: measure your engine with paceline profile, or name a preset: {', '.join(PRESETS)}"
             )
-        names = split_names(drafters)
+        names = [] if drafters == "none" and soft else split_names(drafters)
         for name in names:
             drafter_by_name(name)
         strangers = [name for name in names if drafter_section(name, 1) is None]
@@ -78,14 +99,23 @@ def tune(
         def show(name: str, tuned: Tuned) -> None:
             console.print(trace_line(name, tuned), markup=False, highlight=False, soft_wrap=True)
             console.print(sweep_table(tuned))
-            console.print(verdict(tuned), markup=False, highlight=False, soft_wrap=True)
+            lines = [verdict(tuned)]
+            if tuned.step is not None:
+                lines += step_lines(tuned.step, tuned.final)
+                console.print(step_table(tuned.step.best))
+            for line in lines:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         result = tune_traces(
             traces,
             cost=cost,
             drafters=names,
+            soft=soft or [],
             budgets=_whole_numbers(budgets),
             batch=batch,
+            phases=None if phases is None else given.phases(phases),
+            devices=devices,
+            age_bound=age_bound,
             held_out=held_out,
             tokenizer=tokenizer,
             warn=lambda line: print(f"warning: {line}", file=sys.stderr),
@@ -96,17 +126,19 @@ def tune(
         source = f"{result.mode} passes: {result.cost}"
         console.print(f"{source}; drafting as it took here", markup=False, highlight=False, soft_wrap=True)
         if out is not None:
-            _write_settings(out, result.drafter, verdict(result.together), source)
+            step = result.together.step
+            remarks = [] if step is None else step_lines(step, result.together.final)
+            _write_settings(out, result.settings, verdict(result.together), *remarks, source)
         write_json(json_path, result)
 
 
-def _write_settings(path: Path, drafter: "DrafterConfig | None", *remarks: str) -> None:
+def _write_settings(path: Path, settings: dict[str, Any], *remarks: str) -> None:
     from paceline.report.trace import write_atomically
     from paceline.schema import PacelineError
     from paceline.simulate.chosen import settings_yaml
 
     try:
-        write_atomically(path, settings_yaml(drafter, *remarks))
+        write_atomically(path, settings_yaml(settings, *remarks))
     except OSError as error:
         raise PacelineError(f"--out {path}: cannot be written: {error.strerror or error}") from None
     print(path)

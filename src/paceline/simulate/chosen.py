@@ -6,11 +6,13 @@ import msgspec
 import yaml
 
 from paceline import typed_yaml
-from paceline.config import DrafterConfig
+from paceline.config import CotrainConfig, DrafterConfig
 
 #: The plug-in, as vLLM is told to load it (docs/vllm.md).
 PLUGIN = "paceline.integrations.vllm.HistoryProposer"
 
+#: Models that vLLM drafts with by itself.
+_IN_VLLM = ("eagle3", "mtp", "draft_model")
 _LOOKUP = {"prompt_lookup": {}, "prompt_lookup_earliest": {"newest": False}}
 
 
@@ -33,22 +35,30 @@ def drafter_section(name: str, budget: int) -> DrafterConfig | None:
     return msgspec.convert(tree | {"budget": budget}, DrafterConfig)
 
 
-def settings_tree(section: DrafterConfig | None) -> dict[str, Any]:
-    """The settings to write: kind and budget, and what differs from the defaults; None drafts nothing."""
+def settings_tree(section: DrafterConfig | None, cotrain: CotrainConfig | None = None) -> dict[str, Any]:
+    """The settings to write: kind and budget, and what differs from the defaults; None drafts nothing.
+
+    ``cotrain`` is how the drafter is trained beside the policy, where that is known.
+    """
     if section is None:
         return {"drafter": {"kind": "none"}}
     tree: dict[str, Any] = {"kind": section.kind, "budget": section.budget}
-    for part in ("history", "prompt_lookup"):
-        own, usual = (msgspec.to_builtins(getattr(of, part)) for of in (section, DrafterConfig()))
-        differs = {key: value for key, value in own.items() if value != usual[key]}
+    for part in ("history", "prompt_lookup", "draft_model", "head", "hybrid"):
+        differs = _differing(getattr(section, part), getattr(DrafterConfig(), part))
         if differs:
             tree[part] = differs
-    return {"drafter": tree}
+    taught = {} if cotrain is None else _differing(cotrain, CotrainConfig())
+    return {"drafter": tree} | ({"cotrain": taught} if taught else {})
 
 
-def settings_yaml(section: DrafterConfig | None, *remarks: str) -> bytes:
-    """A file that ``paceline train`` takes: ``remarks`` as comments, then ``settings_tree``."""
-    return ("".join(f"# {line}\n" for line in remarks) + typed_yaml.dump(settings_tree(section))).encode()
+def _differing(section: msgspec.Struct, usual: msgspec.Struct) -> dict[str, Any]:
+    own, others = (msgspec.to_builtins(of) for of in (section, usual))
+    return {key: value for key, value in own.items() if value != others[key]}
+
+
+def settings_yaml(tree: dict[str, Any], *remarks: str) -> bytes:
+    """A file that ``paceline train`` takes: ``remarks`` as comments, then ``tree``."""
+    return ("".join(f"# {line}\n" for line in remarks) + typed_yaml.dump(tree)).encode()
 
 
 class VllmSettings(msgspec.Struct, kw_only=True):
@@ -79,6 +89,24 @@ def vllm_settings(name: str, budget: int) -> VllmSettings | None:
         note="trees were replayed, vLLM verifies chains: replay history:chains=true for its figures"
         if is_tree
         else None,
+    )
+
+
+def vllm_soft_settings(section: DrafterConfig, trained: str | None) -> VllmSettings | None:
+    """How vLLM drafts with a model; None for those that it has no counterpart of.
+
+    ``trained`` is where a head lies that the section itself has no files of.
+    """
+    if section.kind not in _IN_VLLM:
+        return None
+    path = section.draft_model.path if section.kind == "draft_model" else section.head.path
+    model = {} if path is None and trained is None else {"model": path or trained}
+    note = "the head as it was at the run's end: paceline draft export makes vLLM's files of it" if trained else None
+    if not model and section.kind == "eagle3":
+        note = "vLLM loads the head from files: train one with paceline draft train and export it"
+    return VllmSettings(
+        speculative_config={"num_speculative_tokens": section.budget, "method": section.kind, **model},
+        note=None if path else note,
     )
 
 

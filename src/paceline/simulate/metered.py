@@ -15,12 +15,13 @@ from paceline.simulate.cost import Cost
 class Account(msgspec.Struct, frozen=True):
     """What one step came to.
 
-    ``pass_seconds`` are by the cost; ``draft_seconds`` were measured here, of all calls that the policy waits for.
-    ``row_forwards`` are passes counted once a request.
+    ``pass_seconds`` are by the cost; ``draft_seconds`` were measured here, of all calls that the policy waits for;
+    ``train_seconds`` are what teaching the drafter takes. ``row_forwards`` are passes counted once a request.
     """
 
     pass_seconds: float = 0.0
     draft_seconds: float = 0.0
+    train_seconds: float = 0.0
     tokens: int = 0
     row_forwards: int = 0
     drafted: int = 0
@@ -29,6 +30,11 @@ class Account(msgspec.Struct, frozen=True):
     def seconds(self) -> float:
         """Seconds of generation: a drafter and its policy work in turn."""
         return self.pass_seconds + self.draft_seconds
+
+    @property
+    def spent(self) -> float:
+        """Seconds of generation, and of training the drafter."""
+        return self.seconds + self.train_seconds
 
     def __add__(self, other: "Account") -> "Account":
         mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)

@@ -8,15 +8,21 @@ from typing import Any
 
 from paceline.drafters.base import Drafter
 from paceline.schema import PacelineError
-from paceline.simulate.chosen import drafter_section, vllm_settings
-from paceline.simulate.cost import plain_passes
+from paceline.simulate.chosen import drafter_section, settings_tree, vllm_settings, vllm_soft_settings
+from paceline.simulate.confirmed import NOTHING, Choice, Ledger, Steps
+from paceline.simulate.cost import PRESETS, plain_passes
 from paceline.simulate.drafters import drafter_by_name
+from paceline.simulate.engines import scaling
 from paceline.simulate.files import Warn
+from paceline.simulate.lengths import Requests
 from paceline.simulate.logs import Step, read_steps, trace_name
 from paceline.simulate.metered import Account, metered
 from paceline.simulate.replay import Replay
+from paceline.simulate.rlstep import Phases
+from paceline.simulate.softcurves import SoftCurve, load_soft
+from paceline.simulate.stepphases import recorded_phases
 from paceline.simulate.steptime import MeasuredStepTime, StepTime
-from paceline.simulate.tuned import NOTHING, Choice, Ledger, Tuned, Tuning, judge
+from paceline.simulate.tuned import Tuned, Tuning, judge
 
 #: Fewest steps of a trace: one to choose on, and two held out, without which there is no interval.
 FEWEST_STEPS = 3
@@ -32,8 +38,12 @@ def tune_traces(
     *,
     cost: str,
     drafters: Sequence[str] = ("history", "prompt_lookup"),
+    soft: Sequence[str] = (),
     budgets: Sequence[int] = (2, 4, 8, 16),
     batch: int | None = None,
+    phases: Phases | None = None,
+    devices: int = 1,
+    age_bound: int = 0,
     held_out: float = 0.3,
     tokenizer: str | None = None,
     build: Callable[[str], Drafter] = drafter_by_name,
@@ -42,67 +52,137 @@ def tune_traces(
 ) -> Tuning:
     """Replay every drafter with every budget, and nothing drafted, on each trace; choose, and confirm the choice.
 
-    ``cost`` is what ``load_cost`` takes, ``drafters`` names that ``build`` takes, ``batch`` requests at a time (None: a
-    step's). The choice took the fewest seconds, passes and drafting together; what it gains is told by the last steps
-    of each trace, the share ``held_out`` of them, which have no part in it. Raises PacelineError, one line, for input
-    that cannot be used.
+    ``cost`` is what ``load_cost`` takes, ``drafters`` names that ``build`` takes, ``soft`` what ``load_soft`` takes,
+    ``batch`` requests at a time (None: a step's). ``phases`` are a step's others on all ``devices`` (None: those that a
+    run recorded, if ``cost`` was measured as well); each device has an engine, or trains. What the choice gains is told
+    by the last steps of each trace, the share ``held_out`` of them, which have no part in it. Raises PacelineError, one
+    line, for input that cannot be used.
     """
     names, lengths = list(dict.fromkeys(drafters)), sorted(set(budgets))
-    if not names or not lengths or lengths[0] < 1:
+    curves = _curves(soft, names, lengths, warn)
+    if not (names or curves) or not lengths or lengths[0] < 1:
         raise PacelineError(f"--budgets {','.join(map(str, budgets))}: give at least one, each of 1 or more")
     if not 0 < held_out < 1:
         raise PacelineError(f"--held-out {held_out:g}: must be above 0 and below 1")
     step_time = MeasuredStepTime.load(cost)
+    others = [_phases(path, phases, cost in PRESETS) for path in traces]
+    if (devices > 1 or age_bound) and None in others:
+        unknown = traces[others.index(None)]
+        raise PacelineError(
+            f"{unknown}: tells no seconds of a step's other phases, which schedules are chosen by; give --phases, "
+            "or the folder of a run and the step times of its engine"
+        )
     ledgers: list[Ledger] = []
+    known: list[Steps] = []
     found: dict[str, Tuned] = {}
-    for path in traces:
-        ledger = _replayed(path, names, lengths, step_time, batch, tokenizer, build, warn)
+    for path, own in zip(traces, others, strict=True):
+        ledger, scales = _replayed(path, names, curves, lengths, step_time, batch, tokenizer, build, warn, devices)
         steps = len(ledger[NOTHING])
         if steps < FEWEST_STEPS:
             raise PacelineError(
                 f"{path}: holds {steps} step{'s' * (steps != 1)}; tuning takes {FEWEST_STEPS} or more, one to choose "
                 "on and two to hold out: record a longer run"
             )
+        if own is not None and len(own) == 1:
+            own *= steps
+        if own is not None and len(own) != steps:
+            raise PacelineError(f"{path}: has phases of {len(own)} steps and rollouts of {steps}; give --phases")
         ledgers.append(ledger)
         name = trace_name(path)
-        found[name if name not in found else str(path)] = tuned = judge([ledger], [held_out_steps(steps, held_out)])
+        of_steps = [] if own is None else [Steps(own, scales)]
+        known += of_steps
+        tuned = judge([ledger], [held_out_steps(steps, held_out)], of_steps or None, devices, age_bound)
+        found[name if name not in found else str(path)] = tuned
         on_trace(name, tuned)
     together = (
-        judge(ledgers, [held_out_steps(len(ledger[NOTHING]), held_out) for ledger in ledgers])
+        judge(
+            ledgers,
+            [held_out_steps(len(ledger[NOTHING]), held_out) for ledger in ledgers],
+            known if len(known) == len(ledgers) else None,
+            devices,
+            age_bound,
+        )
         if len(ledgers) > 1
         else next(iter(found.values()))
     )
     final = together.final
-    vllm = None if final == NOTHING else vllm_settings(final.drafter, final.budget)
+    curve = next((curve for curve in curves if curve.name == final.drafter), None)
+    section = drafter_section(final.drafter, final.budget) if curve is None else curve.with_budget(final.budget)
+    cotrain, schedule = None if curve is None else curve.cotrain, together.schedule
+    teaches = cotrain is not None and cotrain.when != "never"
+    vllm = (
+        vllm_settings(final.drafter, final.budget)
+        if curve is None
+        else vllm_soft_settings(curve.with_budget(final.budget), curve.trained)
+    )
     return Tuning(
         version=version("paceline"),
         mode=step_time.mode,
         cost=step_time.source,
         batch=batch,
         held_out=held_out,
+        phases=None if None in others else "as given" if phases is not None else "as recorded",
+        soft={curve.name: curve.source for curve in curves},
         traces=found,
         together=together,
-        drafter=None if final == NOTHING else drafter_section(final.drafter, final.budget),
+        drafter=section,
+        settings=settings_tree(section, cotrain) | ({} if together.step is None else schedule.settings(teaches)),
         speculative_config=None if vllm is None else vllm.speculative_config,
         additional_config=None if vllm is None else vllm.additional_config,
         vllm_note=None if vllm is None else vllm.note,
     )
 
 
+def _curves(soft: Sequence[str], names: Sequence[str], budgets: Sequence[int], warn: Warn) -> list[SoftCurve]:
+    """The curves, each with a name of its own."""
+    curves = [load_soft(source) for source in soft]
+    taken = ["none", *names]
+    for curve in curves:
+        if curve.name in taken:
+            raise PacelineError(f"--soft: two candidates are called {curve.name}; name it: --soft NAME={curve.place}")
+        taken.append(curve.name)
+        known = curve.lengths(budgets)
+        if not known:
+            raise PacelineError(
+                f"--soft {curve.name}: drafted {curve.deepest} at most, so it tells nothing of --budgets "
+                f"{','.join(map(str, budgets))}"
+            )
+        if len(known) < len(budgets):
+            warn(f"{curve.name}: drafted {curve.deepest} at most; longer drafts of it are left out")
+    return curves
+
+
+def _phases(path: Path, given: Phases | None, is_preset: bool) -> list[Phases] | None:
+    """A step's other phases: one entry for all steps, or by step; None where they are not known.
+
+    Phases that a run recorded go with step times that were measured on its engine, and not with a preset's.
+    """
+    if given is not None:
+        return [given]
+    return None if is_preset else recorded_phases(path)
+
+
 def _replayed(
     path: Path,
     names: Sequence[str],
+    curves: Sequence[SoftCurve],
     budgets: Sequence[int],
     step_time: StepTime,
     batch: int | None,
     tokenizer: str | None,
     build: Callable[[str], Drafter],
     warn: Warn,
-) -> Ledger:
-    """The accounts of all candidates by step, each with a history of its own; of plain decoding first."""
+    devices: int,
+) -> tuple[Ledger, dict[Choice, list[tuple[float, ...]]]]:
+    """The accounts of all candidates by step, each with a history of its own, and how they scale with engines.
+
+    Plain decoding is the first.
+    """
     meters = {Choice(name, budget): metered(build(name), step_time) for name in names for budget in budgets}
     replays = {choice: Replay(meter, choice.budget, batch) for choice, meter in meters.items()}
-    ledger: Ledger = {NOTHING: [], **{choice: [] for choice in meters}}
+    soft = {Choice(curve.name, budget): curve for curve in curves for budget in curve.lengths(budgets)}
+    ledger: Ledger = {NOTHING: [], **{choice: [] for choice in [*meters, *soft]}}
+    scales: dict[Choice, list[tuple[float, ...]]] = {choice: [] for choice in ledger}
     lossy: set[str] = set()
     for step in read_steps(path, tokenizer, warn):
         requests = step.requests()
@@ -111,16 +191,24 @@ def _replayed(
             ledger[NOTHING].append(_plain(step, step_time, batch))
         except PacelineError as error:
             raise PacelineError(f"{place}: {error} (--batch)") from None
-        for choice, replay in replays.items():
+        for choice in [*replays, *soft]:
             try:
-                replay.play(step, requests)
+                if choice in soft:
+                    account = soft[choice].account(step, choice.budget, step_time, batch)
+                else:
+                    replays[choice].play(step, requests)
+                    account = meters[choice].settle()
             except PacelineError as error:
                 raise PacelineError(f"{place}, {choice}: {error}") from None
-            ledger[choice].append(meters[choice].settle())
+            ledger[choice].append(account)
+        own = Requests.recorded(step)
+        for choice, ratios in scales.items():
+            one = ledger[choice][-1]
+            ratios.append((1.0,) if devices == 1 else scaling(own, one, step_time, batch, devices))
         lossy |= step.lossy
     if lossy:
         warn(f"{path}: recorded by a lossy run: {', '.join(sorted(lossy))}")
-    return ledger
+    return ledger, scales
 
 
 def _plain(step: Step, step_time: StepTime, batch: int | None) -> Account:

@@ -1,46 +1,31 @@
 """The tuner's judgement: what was chosen, what it gains on steps it was not chosen on, and how far the best was."""
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from paceline.config import DrafterConfig
+from paceline.simulate.confirmed import CONFIDENCE as CONFIDENCE
+from paceline.simulate.confirmed import NOTHING, Choice, Confirmed, Draws, Ledger, Steps, interval
+from paceline.simulate.forecast import forecast, steady_drafting
 from paceline.simulate.metered import Account
 from paceline.simulate.projection import WORTH
+from paceline.simulate.schedules import IN_TURN, Schedule, StepGain, StepSeconds, quickest, schedules
 from paceline.simulate.steptime import Mode
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-#: Of the interval.
-CONFIDENCE = 0.90
 _RESAMPLED = 4000
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """A drafter, by the name that ``drafter_by_name`` takes, and the most tokens that it drafts for a request."""
-
-    drafter: str
-    budget: int
-
-    def __str__(self) -> str:
-        return self.drafter if self.budget == 0 else f"{self.drafter} with drafts of {self.budget}"
-
-
-#: Plain decoding.
-NOTHING = Choice("none", 0)
-
-#: What every candidate came to, by step.
-Ledger = dict[Choice, list[Account]]
 
 
 class Candidate(msgspec.Struct, kw_only=True):
     """One candidate. Seconds, tokens by forward and the speedup with its interval are of the steps held out.
 
-    ``speedup_earlier`` is of the steps to choose on. Speedups are of generation, over plain decoding of the same
-    rollouts.
+    ``speedup_expected`` is what was forecast of them. Speedups are of generation, over plain decoding of the same
+    rollouts; what training the drafter takes is paid for in them. ``step_speedup`` is of the whole step, by the
+    schedule that is quickest for it, over plain decoding in turn; NaN where a step's other phases are not known.
     """
 
     drafter: str
@@ -49,18 +34,21 @@ class Candidate(msgspec.Struct, kw_only=True):
     drafted_per_forward: float
     pass_seconds: float
     draft_seconds: float
-    speedup_earlier: float
+    train_seconds: float
+    speedup_expected: float
     speedup: float
     low: float
     high: float
+    step_speedup: float
 
 
 class Tuned(msgspec.Struct, kw_only=True):
-    """What was found. ``chosen`` did best on the earlier steps; ``final`` is ``chosen``, or plain decoding where
+    """What was found. ``chosen`` is what the earlier steps speak for; ``final`` is ``chosen``, or plain decoding where
     the interval of its gain on the steps held out does not lie above ``WORTH``.
 
     ``best`` is the quickest of the sweep on the steps held out; ``distance`` how much longer than it ``final`` takes
-    there, 0.05 for 5 %.
+    there, 0.05 for 5 %. ``step`` is the whole step, None where its other phases are not known; with it gains, ``best``
+    and ``distance`` are of the step. ``schedule`` is the one to run by.
     """
 
     steps: int
@@ -72,6 +60,8 @@ class Tuned(msgspec.Struct, kw_only=True):
     best: Choice
     distance: float
     candidates: list[Candidate]
+    schedule: Schedule = IN_TURN
+    step: StepGain | None = None
 
     @property
     def expected(self) -> Candidate:
@@ -85,6 +75,8 @@ class Tuning(msgspec.Struct, kw_only=True):
     ``mode`` and ``cost`` say where the seconds of passes come from; seconds of drafting are those of this machine.
     ``drafter`` is the section of a run, ``speculative_config`` and ``additional_config`` are vLLM's, each None where
     nothing is drafted or there is no such drafter; ``vllm_note`` says where vLLM drafts otherwise than was replayed.
+    ``phases`` says where a step's other phases come from, None where they are not known; ``soft`` where the curves of
+    drafters that are not replayed do. ``settings`` are what a run needs to draft so.
     """
 
     version: str
@@ -92,60 +84,98 @@ class Tuning(msgspec.Struct, kw_only=True):
     cost: str
     batch: int | None
     held_out: float
+    phases: str | None
+    soft: dict[str, str]
     traces: dict[str, Tuned]
     together: Tuned
     drafter: DrafterConfig | None
+    settings: dict[str, Any]
     speculative_config: dict[str, Any] | None
     additional_config: dict[str, Any] | None
     vllm_note: str | None
 
 
-def judge(ledgers: Sequence[Ledger], held_out: Sequence[int]) -> Tuned:
-    """Choose on steps of each ledger that are followed by as many, its last ``held_out``; confirm the choice on those.
+def judge(
+    ledgers: Sequence[Ledger],
+    held_out: Sequence[int],
+    steps: Sequence[Steps] | None = None,
+    devices: int = 1,
+    age_bound: int = 0,
+) -> Tuned:
+    """Choose on the steps of each ledger before its last ``held_out``; confirm the choice on those.
 
-    Steps before those count for nothing but what drafters remember of them: a choice by a run's first epoch, in which
-    there is little to remember, would be one of short drafts.
+    The choice is what is forecast (``forecast``) to take the fewest seconds on the steps ahead. ``steps`` tell of
+    each ledger a step's other phases on all ``devices``, and how generation scales; with them it is the whole step
+    that is judged, by each schedule that ``age_bound`` allows. Raises PacelineError for schedules that cannot be.
 
-    The interval is the middle ``CONFIDENCE`` of the speedups of steps drawn anew from those held out, as many as there
+    Intervals are the middle ``CONFIDENCE`` of the speedups of steps drawn anew from those held out, as many as there
     were of each ledger (the percentile bootstrap; Efron & Tibshirani, An Introduction to the Bootstrap, chapter 13).
     """
-    earlier, held = (
-        {choice: _part(ledgers, held_out, choice, is_held=is_held) for choice in ledgers[0]}
-        for is_held in (False, True)
+    choices, options = list(ledgers[0]), schedules(devices, age_bound)
+    known = steps or [Steps.unknown(ledger) for ledger in ledgers]
+    expected, gains = _expected(ledgers, held_out, known)
+    chosen, schedule = min(
+        ((choice, option) for choice in choices for option in options),
+        key=lambda pair: pair[1].seconds(expected[pair[0]]),
     )
-    draws = _draws(held_out)
-    candidates = [_candidate(choice, earlier, held, draws) for choice in ledgers[0]]
-    by_choice = dict(zip(ledgers[0], candidates, strict=True))
-    chosen = min(earlier, key=lambda choice: _seconds(earlier[choice]))
-    final = chosen if by_choice[chosen].low > WORTH else NOTHING
-    best = min(held, key=lambda choice: _seconds(held[choice]))
+    held = {
+        choice: [account for ledger, last in zip(ledgers, held_out, strict=True) for account in ledger[choice][-last:]]
+        for choice in choices
+    }
+    last_steps = [own.part(slice(-last, None)) for own, last in zip(known, held_out, strict=True)]
+    confirmed = Confirmed(held, reduce(Steps.__add__, last_steps), _draws(held_out), options)
+    candidates = [_candidate(choice, gains[choice], confirmed, steps is not None) for choice in choices]
+    by_choice = dict(zip(choices, candidates, strict=True))
+    own = quickest(options, expected[NOTHING])
+    step = None if steps is None else confirmed.step(chosen, schedule, own, devices, age_bound)
+    is_sure = (by_choice[chosen].low if step is None else step.drafting_low) > WORTH
+    final, schedule = (chosen, schedule) if is_sure else (NOTHING, own)
+    best = min(choices, key=confirmed.seconds)
     return Tuned(
         steps=sum(len(ledger[NOTHING]) for ledger in ledgers),
-        chosen_on_steps=len(earlier[NOTHING]),
+        chosen_on_steps=sum(len(ledger[NOTHING]) for ledger in ledgers) - sum(held_out),
         held_out_steps=sum(held_out),
         tokens=sum(account.tokens for ledger in ledgers for account in ledger[NOTHING]),
         chosen=chosen,
         final=final,
         best=best,
-        distance=_seconds(held[final]) / _seconds(held[best]) - 1,
+        distance=schedule.seconds(confirmed.phases(final)) / confirmed.seconds(best) - 1,
         candidates=candidates,
+        schedule=schedule,
+        step=step,
     )
 
 
-def _part(ledgers: Sequence[Ledger], held_out: Sequence[int], choice: Choice, *, is_held: bool) -> list[Account]:
-    """A candidate's accounts of the steps that are held out, or of as many before them, ledger after ledger."""
-    return [
-        account
-        for ledger, held in zip(ledgers, held_out, strict=True)
-        for account in (ledger[choice][-held:] if is_held else ledger[choice][-2 * held : -held])
-    ]
+def _expected(
+    ledgers: Sequence[Ledger], held_out: Sequence[int], known: Sequence[Steps]
+) -> tuple[dict[Choice, StepSeconds], dict[Choice, float]]:
+    """What a step ahead is forecast to be with each candidate, and the speedup of its generation.
+
+    Other phases, scaling and what training a drafter takes are as in the newest steps, as many as are held out.
+    """
+    choices = list(ledgers[0])
+    recent = reduce(
+        Steps.__add__, [own.part(slice(-2 * last, -last)) for own, last in zip(known, held_out, strict=True)]
+    )
+    spent: dict[Choice, list[float]] = {choice: [] for choice in choices}
+    training: dict[Choice, list[float]] = {choice: [] for choice in choices}
+    for ledger, last in zip(ledgers, held_out, strict=True):
+        spent_CT = np.stack([steady_drafting(ledger[choice][:-last]) for choice in choices])
+        plain_T = spent_CT[choices.index(NOTHING)]
+        gain_C = np.exp(forecast(np.log(plain_T / spent_CT), last))
+        for choice, gain in zip(choices, gain_C.tolist(), strict=True):
+            spent[choice] += (plain_T[-last:] / gain).tolist()
+            training[choice] += [account.train_seconds for account in ledger[choice][-2 * last : -last]]
+    steps = {
+        choice: recent.mean(
+            choice, [max(0.0, a - b) for a, b in zip(spent[choice], training[choice], strict=True)], training[choice]
+        )
+        for choice in choices
+    }
+    return steps, {choice: sum(spent[NOTHING]) / sum(spent[choice]) for choice in choices}
 
 
-def _seconds(accounts: Sequence[Account]) -> float:
-    return sum(account.seconds for account in accounts)
-
-
-def _draws(held_out: Sequence[int]) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+def _draws(held_out: Sequence[int]) -> Draws:
     """Rows of indices of held-out steps, drawn with replacement within each ledger; the same in every call."""
     random, first, parts = np.random.default_rng(0), 0, []
     for steps in held_out:
@@ -154,15 +184,10 @@ def _draws(held_out: Sequence[int]) -> "np.ndarray[tuple[int, int], np.dtype[np.
     return np.concatenate(parts, axis=1)
 
 
-def _candidate(
-    choice: Choice,
-    earlier: dict[Choice, list[Account]],
-    held: dict[Choice, list[Account]],
-    draws: "np.ndarray[tuple[int, int], np.dtype[np.int64]]",
-) -> Candidate:
-    plain, own = (np.array([account.seconds for account in held[each]]) for each in (NOTHING, choice))
-    speedups = plain[draws].sum(axis=1) / own[draws].sum(axis=1)
-    low, high = np.quantile(speedups, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+def _candidate(choice: Choice, expected: float, confirmed: "Confirmed", has_steps: bool) -> Candidate:
+    held = confirmed.held
+    plain, own = (np.array([account.spent for account in held[each]]) for each in (NOTHING, choice))
+    low, high = interval(plain[confirmed.draws].sum(axis=1) / own[confirmed.draws].sum(axis=1))
     whole = sum(held[choice], Account())
     return Candidate(
         drafter=choice.drafter,
@@ -171,55 +196,10 @@ def _candidate(
         drafted_per_forward=whole.drafted / whole.row_forwards,
         pass_seconds=whole.pass_seconds,
         draft_seconds=whole.draft_seconds,
-        speedup_earlier=_seconds(earlier[NOTHING]) / _seconds(earlier[choice]),
+        train_seconds=whole.train_seconds,
+        speedup_expected=expected,
         speedup=float(plain.sum() / own.sum()),
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
+        step_speedup=confirmed.phases(NOTHING).in_turn.total / confirmed.seconds(choice) if has_steps else math.nan,
     )
-
-
-def verdict(tuned: Tuned) -> str:
-    """The answer in one line."""
-    one = tuned.expected
-    gain = f"{one.speedup:.2f}x ({one.low:.2f} to {one.high:.2f}) on {tuned.held_out_steps} steps held out"
-    if tuned.chosen == NOTHING:
-        answer = "leave drafting off: nothing was quicker than plain decoding on the steps to choose on"
-    elif tuned.final == NOTHING:
-        answer = f"leave drafting off: {tuned.chosen} made {gain}, not surely above {WORTH}"
-    else:
-        answer = f"draft: {tuned.chosen} makes rollouts {gain}"
-    if tuned.final == tuned.best:
-        return f"{answer}; the best of the sweep there"
-    return f"{answer}; {tuned.distance:.1%} from the best of the sweep there, {tuned.best}"
-
-
-def trace_line(name: str, tuned: Tuned) -> str:
-    """What was replayed, in one line."""
-    return (
-        f"{name}: {tuned.tokens} tokens in {tuned.steps} steps; chosen on {tuned.chosen_on_steps} of them, confirmed "
-        f"on the last {tuned.held_out_steps}"
-    )
-
-
-def sweep_table(tuned: Tuned) -> "Table":
-    """Every candidate; figures are of the steps held out, but for the earlier speedup."""
-    from rich.table import Column, Table
-
-    table = Table(Column("drafter", no_wrap=True), box=None, pad_edge=False, header_style="bold")
-    for title in ("budget", "tokens/\nforward", "time on\ndrafting", "speedup\nearlier", "held\nout", "90 %"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for one in tuned.candidates:
-        choice = Choice(one.drafter, one.budget)
-        marks = [word for word, of in (("chosen", tuned.chosen), ("best", tuned.best)) if choice == of]
-        table.add_row(
-            one.drafter,
-            str(one.budget),
-            f"{one.tokens_per_forward:.2f}",
-            f"{one.draft_seconds / (one.pass_seconds + one.draft_seconds):.1%}",
-            f"{one.speedup_earlier:.2f}",
-            f"{one.speedup:.2f}",
-            f"{one.low:.2f}-{one.high:.2f}",
-            ", ".join(marks),
-        )
-    return table
