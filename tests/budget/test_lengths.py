@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from paceline.budget.lengths import Lengths, straggler_weights
+from paceline.budget.lengths import Lengths, Stragglers, straggler_weights
+from paceline.config import BudgetConfig
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
 from sample_run import make_rollout
 
@@ -83,3 +84,22 @@ def test_weights_have_mean_one_and_follow_the_remaining_length(exponent):
     assert (np.diff(weights) >= 0).all()
     assert weights.max() <= 16 * weights.min() + 1e-9
     assert (np.diff(weights) == 0).all() == (exponent == 0)
+
+
+def test_stragglers_are_weighed_while_a_batch_drains_and_anew_every_eighth_pass():
+    lengths = Lengths()
+    lengths.start(requests("a", 4))
+    finish(lengths, a_0=80, a_1=20)
+    stragglers, config = Stragglers(lengths), BudgetConfig(stragglers=1.0)
+
+    def weights(emitted, config=config, drains=True):
+        found = stragglers.weights(config, {"a/2": emitted, "a/3": 70}, ["a/3", "unknown", "a/2"], drains=drains)
+        return None if found is None else found.tolist()
+
+    first = weights(10)
+    assert first[0] < first[1] == 1.0 < first[2]
+    assert [weights(75) == first for _ in range(8)] == [True] * 7 + [False]
+    assert weights(10, drains=False) is None
+    assert weights(70) == [1.0, 1.0, 1.0], "a batch that was full again is weighed at once"
+    assert weights(70, BudgetConfig(mode="fixed")) is None
+    assert weights(70, BudgetConfig(stragglers=0.0)) is None

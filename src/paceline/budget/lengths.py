@@ -1,11 +1,12 @@
 """How long responses in flight will still be, from siblings and earlier ones, and what a token of each is worth."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.config import BudgetConfig
 from paceline.schema import Rollout, RolloutRequest
 
 Floats = npt.NDArray[np.float64]
@@ -15,6 +16,8 @@ _KEPT = 32
 _SIBLING = 4.0
 #: The quantile that stands for the remaining length; a high one, for it is the long responses that the others wait for.
 _QUANTILE = 0.85
+#: Lengths are predicted anew after so many passes.
+_WEIGHED_EVERY = 8
 
 
 class Lengths:
@@ -95,6 +98,32 @@ def straggler_weights(remaining: Floats, exponent: float) -> Floats:
     weights: Floats = np.clip((remaining / remaining.mean()) ** exponent, 0.25, 4.0)
     weights /= weights.mean()
     return weights
+
+
+class Stragglers:
+    """What a token of each request is worth while a batch drains, by the lengths that ``lengths`` predicts."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self._weights: dict[str, float] = {}
+        self._passes = 0
+
+    def weights(
+        self, config: BudgetConfig, emitted: Mapping[str, int], offered: Sequence[str], *, drains: bool
+    ) -> Floats | None:
+        """One factor for the draft of each request of ``offered``, (D,); None where all are worth the same.
+
+        ``emitted`` tells how many tokens each request that may draft has emitted, ``drains`` whether the batch is not
+        full and nobody waits to fill it.
+        """
+        if not drains or not config.stragglers or config.mode != "adaptive":
+            self._weights = {}
+            return None
+        if not self._weights or self._passes % _WEIGHED_EVERY == 0:
+            remaining = self._lengths.remaining(list(emitted), list(emitted.values()))
+            self._weights = dict(zip(emitted, straggler_weights(remaining, config.stragglers).tolist(), strict=True))
+        self._passes += 1
+        return np.array([self._weights.get(name, 1.0) for name in offered])
 
 
 def _group(request: RolloutRequest) -> str:

@@ -6,9 +6,9 @@ from time import perf_counter
 import numpy as np
 from msgspec.structs import replace
 
-from paceline.budget.allocate import Floats, pruned
+from paceline.budget.allocate import pruned
 from paceline.budget.controller import BudgetController, Plan
-from paceline.budget.lengths import Lengths, straggler_weights
+from paceline.budget.lengths import Lengths, Stragglers
 from paceline.budget.steptime import StepTimeTable
 from paceline.config import BudgetConfig
 from paceline.drafters.base import Drafter, Prefetcher
@@ -19,8 +19,6 @@ from paceline.schema import Draft, EngineStats, FinishReason, Outcome
 
 __all__ = ["Batch", "Follower", "Introduced"]
 
-#: Lengths are predicted anew after so many passes.
-_WEIGHED_EVERY = 8
 #: Counters of so many ended requests are kept for who asks.
 _MOST_ENDED = 1 << 16
 
@@ -65,8 +63,7 @@ class Follower:
         self._kept: tuple[EngineStats, BudgetController, bool] | None = None  # while passes are aside
         self._lives = Lives(introduce, context, stats)
         self._lengths = Lengths()
-        self._weights: dict[str, float] = {}
-        self._passes = 0
+        self._stragglers = Stragglers(self._lengths)
         self._ended: dict[str, tuple[int, int, int]] = {}
         self._plan = Plan("plain", 0)
         self._planned: set[str] = set()
@@ -258,7 +255,9 @@ class Follower:
         lives = {name: life for name, index in asked.items() if (life := rows[index]) is not None}
         offered = self._sound(drafter.propose(list(lives), self.budget), lives)
         plan.propose_seconds = perf_counter() - began
-        weights = self._straggler_weights(lives, offered, len(rows))
+        emitted, names = {name: life.said for name, life in lives.items()}, [draft.request_id for draft in offered]
+        drains = len(rows) < self._lives.fullest
+        weights = self._stragglers.weights(self.controller.config, emitted, names, drains=drains)
         chosen = self.controller.choose(plan, offered, most=self.budget * len(asked), weights=weights)
         plan.propose_seconds = perf_counter() - began
         for draft in chosen:
@@ -297,18 +296,6 @@ class Follower:
             self.stats.count("draft_malformed", sum(is_bad))
             sound = [draft for draft, bad in zip(sound, is_bad, strict=True) if not bad]
         return sound
-
-    def _straggler_weights(self, lives: dict[str, Life], offered: Sequence[Draft], rows: int) -> Floats | None:
-        """What a token of each offered draft is worth, where a batch drains; None where all are worth the same."""
-        exponent = self.controller.config.stragglers
-        if not exponent or not self.controller.prunes or rows >= self._lives.fullest:
-            self._weights = {}
-            return None
-        if not self._weights or self._passes % _WEIGHED_EVERY == 0:
-            remaining = self._lengths.remaining(list(lives), [life.said for life in lives.values()])
-            self._weights = dict(zip(lives, straggler_weights(remaining, exponent).tolist(), strict=True))
-        self._passes += 1
-        return np.array([self._weights.get(draft.request_id, 1.0) for draft in offered])
 
     def _tell(self, event: str, message: str) -> None:
         self.stats.count(event)

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.budget.allocate import Floats, pruned
 from paceline.budget.controller import BudgetController, Plan
-from paceline.budget.lengths import Lengths, straggler_weights
+from paceline.budget.lengths import Lengths, Stragglers
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.engines.hf.observed import Observed
 from paceline.engines.hf.queue import Queue
@@ -19,8 +19,6 @@ from paceline.sampling.noise import MOST_SOFT_NODES
 from paceline.schema import SOURCES, Draft, EngineStats, Tokens, as_tokens
 
 _NO_TOKENS = as_tokens([])
-#: Lengths are predicted anew after so many passes.
-_WEIGHED_EVERY = 8
 
 
 @dataclass
@@ -93,8 +91,7 @@ class Scheduler:
         self._stats = stats
         self._observed = observed
         self.lengths = Lengths()
-        self._weights: dict[str, float] = {}
-        self._passes = 0
+        self._stragglers = Stragglers(self.lengths)
 
     def like(self, controller: BudgetController, stats: EngineStats) -> "Scheduler":
         """Another of the same limits, which has seen nothing yet."""
@@ -184,17 +181,10 @@ class Scheduler:
         self._stats.read_seconds += plan.reading_seconds
 
     def _straggler_weights(self, drafting: Sequence[Share], offered: Sequence[str]) -> Floats | None:
-        """What a token of each offered draft is worth, where a batch drains; None where all are worth the same."""
-        queue, exponent = self.queue, self.controller.config.stragglers
-        if not exponent or not self.controller.prunes or queue.waiting or len(queue.running) >= queue.config.slots:
-            self._weights = {}
-            return None
-        if not self._weights or self._passes % _WEIGHED_EVERY == 0:
-            names = [share.row.request_id for share in drafting]
-            weights = straggler_weights(self._remaining(drafting), exponent)
-            self._weights = dict(zip(names, weights.tolist(), strict=True))
-        self._passes += 1
-        return np.array([self._weights.get(name, 1.0) for name in offered])
+        """What a token of each offered draft is worth; None where all are worth the same."""
+        drains = not self.queue.waiting and len(self.queue.running) < self.queue.config.slots
+        emitted = {share.row.request_id: len(share.row.response) for share in drafting}
+        return self._stragglers.weights(self.controller.config, emitted, offered, drains=drains)
 
     def _remaining(self, drafting: Sequence[Share]) -> Floats:
         """How many tokens each request should still emit."""
