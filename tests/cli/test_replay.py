@@ -28,6 +28,20 @@ WANTED = {
     "projected_speedup",
 }
 
+ADAPTIVE = {
+    "tokens_per_forward",
+    "tokens_per_forward_last30",
+    "acceptance",
+    "drafted_per_forward",
+    "passes_drafted",
+    "passes_probed",
+    "passes_plain",
+    "pass_seconds",
+    "draft_seconds",
+    "projected_speedup",
+    "fixed_speedup",
+}
+
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["replay", *map(str, arguments)])
@@ -102,6 +116,15 @@ def test_a_cost_that_does_not_know_the_batch_says_so(tmp_path):
     )
 
 
+def test_the_adaptive_budget_takes_a_cost_that_knows_the_batch(tmp_path):
+    trace = write_trace(tmp_path, [[SAID] * 9])
+    done = invoke(trace, "--drafters", "history", "--cost", "smollm2-cpu", "--adaptive")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {trace}, step 0, drafter history: smollm2-cpu: SmolLM2-135M")
+    assert done.stderr.endswith("measure that size, or run fewer requests at once\n")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_pool_offers_four_budgets_unless_told(trace, tmp_path):
     result = result_of(tmp_path, trace, "--drafters", "suffix_tree", "--pool", "--budget", "3")
     assert (result["pool"], result["offer"]) == (True, 12)
@@ -109,6 +132,34 @@ def test_the_pool_offers_four_budgets_unless_told(trace, tmp_path):
     assert (
         "pooled over the batch, each request offers 64" in invoke(trace, "--drafters", "suffix_tree", "--pool").stdout
     )
+
+
+def test_the_adaptive_budget_stands_beside_the_fixed_one(trace, tmp_path):
+    (tmp_path / "times.json").write_text("[[1, 1, 1.0], [1, 5, 1.0]]")
+    arguments = [trace, "--drafters", "ngramrl,prompt_lookup", "--batch", "1", "--cost", tmp_path / "times.json"]
+    result = result_of(tmp_path, *arguments, "--adaptive", "--draft-seconds", "none")
+    assert result["draft_seconds"] == "none"
+    drafter = result["traces"]["tiny"]["drafters"]["ngramrl"]
+    found = drafter["adaptive"]
+    assert set(found) == ADAPTIVE
+    assert found["passes_drafted"] > 0 < found["passes_plain"]
+    passes = found["passes_drafted"] + found["passes_probed"] + found["passes_plain"]
+    assert (found["pass_seconds"], found["draft_seconds"]) == (passes, 0.0), "a second each"
+    assert found["projected_speedup"] == pytest.approx(20 / passes)
+    assert found["tokens_per_forward"] == pytest.approx(20 / passes)
+    assert found["fixed_speedup"] == drafter["projected_speedup"]
+
+    paid = result_of(tmp_path, *arguments, "--adaptive")
+    drafter = paid["traces"]["tiny"]["drafters"]["ngramrl"]
+    assert paid["draft_seconds"] == "measured"
+    assert drafter["adaptive"]["draft_seconds"] > 0
+    assert drafter["adaptive"]["fixed_speedup"] < drafter["projected_speedup"]
+
+    plain = result_of(tmp_path, *arguments)
+    assert plain["draft_seconds"] is plain["traces"]["tiny"]["drafters"]["ngramrl"]["adaptive"] is None
+    shown = invoke(*arguments, "--adaptive", "--draft-seconds", "none").stdout
+    assert "speedup:" in shown
+    assert "drafting takes no time" in shown
 
 
 def test_text_logs_need_a_tokenizer(tmp_path):
@@ -140,6 +191,12 @@ def test_the_picture_is_written(trace, tmp_path, name):
         (["--drafters", "prompt_lookup", "--warm", "x"], "error: --warm: none of prompt_lookup takes a snapshot"),
         (["--drafters", "history", "--warm", "absent"], "error: absent: cannot be read: No such file"),
         (["--offer", "3"], "error: --offer says what a request may offer to the pool; add --pool"),
+        (["--adaptive"], "error: --adaptive weighs drafts against what passes take; give --cost"),
+        (
+            ["--adaptive", "--pool", "--cost", "smollm2-cpu"],
+            "error: --adaptive has the nodes of a batch compete by itself; leave out --pool",
+        ),
+        (["--draft-seconds", "none"], "error: --draft-seconds says what drafting takes with --adaptive; add it"),
         (["--cost", "nothing"], "error: --cost nothing: no such file, and no preset"),
         (["--plot", "absent/x.png"], "error: --plot absent/x.png: cannot be written"),
         (["--plot", "x.what"], "error: --plot x.what: cannot be written"),

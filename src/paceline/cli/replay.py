@@ -1,7 +1,7 @@
 """``paceline replay``: what would speculation give on rollouts that were recorded?"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -36,6 +36,18 @@ def replay(
     cost: Annotated[
         str | None,
         typer.Option(metavar="FILE|PRESET", help="Step times that a speedup is projected from.", show_default=False),
+    ] = None,
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive", help="Beside, with the adaptive budget of a run, which drops what --cost says loses."
+        ),
+    ] = False,
+    draft_seconds: Annotated[
+        Literal["measured", "none"] | None,
+        typer.Option(
+            help="With --adaptive: what drafting takes, as here or no time; default measured.", show_default=False
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -72,6 +84,8 @@ def replay(
 
         if offer is not None and not pool:
             raise PacelineError("--offer says what a request may offer to the pool; add --pool")
+        if draft_seconds is not None and not adaptive:
+            raise PacelineError("--draft-seconds says what drafting takes with --adaptive; add it")
         console = Console()
 
         def show(name: str, trace: TraceResult) -> None:
@@ -86,6 +100,7 @@ def replay(
             batch=batch,
             offer=(offer or _OFFER * budget) if pool else None,
             cost=cost,
+            adaptive=(draft_seconds or "measured") if adaptive else None,
             tokenizer=tokenizer,
             warm=None if warm is None else history_file(warm),
             warn=lambda line: print(f"warning: {line}", file=sys.stderr),

@@ -3,76 +3,27 @@
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.budget.allocate import pruned
+from paceline.budget.controller import BudgetController, Kind
 from paceline.drafters.base import Drafter, Prefetcher
 from paceline.report.metrics import acceptance, ratio, speedup, tokens_per_forward
-from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens
+from paceline.schema import Draft, Outcome, PacelineError, RolloutRequest, Tokens
+from paceline.simulate.budgeted import Budgeted
 from paceline.simulate.cost import Cost, plain_passes
 from paceline.simulate.logs import Step
 from paceline.simulate.overlap import last_steps
 from paceline.simulate.pool import pool
 from paceline.simulate.results import DrafterResult, EpochResult
+from paceline.simulate.rows import Row, Tally
 
 _BINS = 10
-
-
-class _Tally:
-    """Sums over row-forwards."""
-
-    __slots__ = ("accepted", "drafted", "forwards", "hits", "prefetchable", "prefetched", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = self.forwards = self.drafted = self.accepted = self.hits = 0
-        self.prefetchable = self.prefetched = 0
-
-    def add(self, other: "_Tally") -> None:
-        self.tokens += other.tokens
-        self.forwards += other.forwards
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.hits += other.hits
-        self.prefetchable += other.prefetchable
-        self.prefetched += other.prefetched
-
-
-class _Row(_Tally):
-    """A request in flight: ``tokens`` of its ``recorded`` ones are emitted."""
-
-    __slots__ = ("epoch", "prompt_length", "recorded", "request")
-
-    def __init__(self, request: RolloutRequest, recorded: Tokens, epoch: int) -> None:
-        super().__init__()
-        self.request = request
-        self.recorded = recorded
-        self.epoch = epoch
-        self.prompt_length = len(request.prompt)
-
-    def rollout(self) -> Rollout:
-        """The recorded rollout as an engine would hand it out; what a log does not hold is NaN."""
-        unknown = np.full(self.tokens, math.nan)
-        return Rollout(
-            request_id=self.request.request_id,
-            group=self.request.group,
-            prompt_key=self.request.prompt_key,
-            prompt=self.request.prompt,
-            tokens=self.recorded,
-            logprobs=unknown,
-            raw_logprobs=unknown,
-            logprob_mode="processed",
-            margins=unknown,
-            versions=np.zeros(self.tokens, np.int32),
-            sources=np.zeros(self.tokens, np.uint8),
-            finish_reason="stop",
-            forwards=self.forwards,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            accept_lengths=np.zeros(0, np.int32),
-        )
 
 
 class Replay:
@@ -83,6 +34,10 @@ class Replay:
     forward emits what it accepts and one token more, never beyond the recorded end. ``offer`` None: each request drafts
     at most ``budget`` nodes; a number: each offers that many, and the batch keeps its most probable ones, as
     many as their first ``budget`` nodes are together. ``cost`` projects a speedup.
+
+    With a ``controller`` it decides, as in an engine, whether the drafter is asked and what is verified; passes take
+    what ``cost`` says, which must know them all, and drafting what ``clock`` says, in seconds. Raises PacelineError for
+    a controller without a cost, or with an ``offer``.
     """
 
     def __init__(
@@ -92,44 +47,80 @@ class Replay:
         batch: int | None = None,
         offer: int | None = None,
         cost: Cost | None = None,
+        controller: BudgetController | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if controller is not None and (cost is None or offer is not None):
+            wants = "a cost of passes" if cost is None else "no offer: its nodes compete already"
+            raise PacelineError(f"Replay: with a controller give {wants}")
         self.drafter = drafter
         self.budget = budget
         self.batch = batch
         self.offer = offer
         self.cost = cost
-        self._all = _Tally()
-        self._epochs: dict[int, _Tally] = {}
+        self.clock = clock
+        #: Seconds of all passes, and of plain decoding of the same rollouts, both by the cost; NaN where it is silent.
+        self.pass_seconds = self.plain_seconds = 0.0
+        self._budgeted = None if controller is None else Budgeted(controller)
+        self._all = Tally()
+        self._epochs: dict[int, Tally] = {}
         self._steps: list[tuple[int, int]] = []
         self._draft_us = array("d")
-        self._insert_seconds = 0.0
+        #: Of ``start``, ``commit`` and ``finish``; and of all else that the policy waits for.
+        self._insert_seconds = self._other_seconds = 0.0
         self._stale = 0
         self._bins = np.zeros((3, _BINS))
         self._rated: list[tuple[npt.NDArray[np.float32], Sequence[int]]] = []
-        self._seconds = self._plain_seconds = 0.0
 
     def play(self, step: Step, requests: Sequence[RolloutRequest]) -> None:
         """Replay one step. ``requests`` are those of ``step.requests()``, which several drafters may share."""
-        rows = [_Row(request, r.tokens, r.epoch) for request, r in zip(requests, step.rollouts, strict=True)]
-        started = time.perf_counter()
+        rows = [Row(request, r.tokens, r.epoch) for request, r in zip(requests, step.rollouts, strict=True)]
+        if self._budgeted is not None:
+            self._budgeted.start(requests)
+        started = self.clock()
         self.drafter.start(requests)
-        self._insert_seconds += time.perf_counter() - started
+        self._insert_seconds += self.clock() - started
         slots = self.batch or len(rows)
         waiting = iter(rows)
         running = list(islice(waiting, slots))
         while running:
-            done = self._forward(running)
+            done = self._forward(running, drains=len(running) < slots)
             if done:
-                running = [row for row in running if row.tokens < len(row.recorded)]
+                running = self._left(running)
                 running += islice(waiting, slots - len(running))
         self._count(rows, slots)
+        if self._budgeted is not None:
+            self._budgeted.controller.refit()
+        started = self.clock()
         self.drafter.on_weights(len(self._steps))
+        self._other_seconds += self.clock() - started
 
-    def _forward(self, running: list[_Row]) -> bool:
-        """One pass; whether a rollout completed in it."""
-        drafts = self._propose(running)
+    def _left(self, running: list[Row]) -> list[Row]:
+        """The rows that go on. With a controller an engine's order decides between equal nodes: the last row moves up."""
+        if self._budgeted is None:
+            return [row for row in running if not row.is_done]
+        for row in [row for row in running if row.is_done]:
+            last = running.pop()
+            if last is not row:
+                running[running.index(row)] = last
+        return running
+
+    @property
+    def draft_seconds(self) -> float:
+        """Seconds that the policy waited for the drafter."""
+        return self._insert_seconds + self._other_seconds
+
+    @property
+    def passes(self) -> Counter[Kind]:
+        """Passes of each kind, where there is a controller: with drafts, as probes, and without."""
+        return Counter() if self._budgeted is None else self._budgeted.passes
+
+    def _forward(self, running: list[Row], *, drains: bool) -> bool:
+        """One pass; whether a rollout completed in it. ``drains`` says that a slot is empty and nobody waits for it."""
+        drafts = self._propose(running, drains=drains)
+        found: dict[str, tuple[Sequence[int], bool]] = {}
         outcomes: list[Outcome] = []
-        done: list[_Row] = []
+        done: list[Row] = []
         verified, context = len(running), 0
         for row in running:
             at = row.tokens
@@ -138,7 +129,9 @@ class Replay:
             drafted = kept = 0
             if draft is not None:
                 drafted = len(draft.tokens)
-                kept = self._accept(draft, row.recorded[at : at + drafted])
+                nodes = self._accept(draft, row.recorded[at : at + drafted])
+                kept = len(nodes)
+                found[draft.request_id] = nodes, at + kept == len(row.recorded)
                 row.hits += 1
                 if at:  # before its first pass a request has no outcome to prepare for
                     row.prefetchable += 1
@@ -162,59 +155,74 @@ class Replay:
                 )
             )
         rollouts = [row.rollout() for row in done]
-        started = time.perf_counter()
+        started = self.clock()
         self.drafter.commit(outcomes)
+        committed = self.clock()
         if rollouts:
             self.drafter.finish(rollouts)
-        self._insert_seconds += time.perf_counter() - started
+        self._insert_seconds += self.clock() - started
         if self.cost is not None:
-            self._seconds += self.cost.seconds(len(running), verified, context)
+            seconds = self.cost.seconds(len(running), verified, context)
+            self.pass_seconds += seconds
+            if self._budgeted is not None:
+                emitted = sum(len(outcome.tokens) for outcome in outcomes)
+                self._budgeted.close(found, rollouts, emitted=emitted, seconds=seconds + committed - started)
         return bool(done)
 
-    def _propose(self, running: list[_Row]) -> dict[str, Draft]:
-        """The drafts of a pass that may be verified, by request. One for another length than the request's is stale."""
+    def _propose(self, running: list[Row], *, drains: bool) -> dict[str, Draft]:
+        """The drafts of a pass that are verified, by request. One for another length than the request's is stale."""
+        current: list[Draft] = []
+        if self._budgeted is None or self._budgeted.open(len(running)):
+            current = self._asked(running, drains=drains)
+        if isinstance(self.drafter, Prefetcher):
+            self.drafter.verifying(current)
+        return {draft.request_id: draft for draft in current}
+
+    def _asked(self, running: list[Row], *, drains: bool) -> list[Draft]:
         lengths = {row.request.request_id: row.prompt_length + row.tokens for row in running}
         offer = self.offer or self.budget
-        started = time.perf_counter()
+        started = self.clock()
         proposed = self.drafter.propose(list(lengths), offer)
-        self._draft_us.append((time.perf_counter() - started) / len(running) * 1e6)
+        seconds = self.clock() - started
+        self._draft_us.append(seconds / len(running) * 1e6)
         current = [
-            draft if len(draft.tokens) <= offer else _first(draft, offer)
+            draft if len(draft.tokens) <= offer else pruned(draft, np.arange(offer))
             for draft in proposed
             if len(draft.tokens) and lengths.get(draft.request_id) == draft.length
         ]
         self._stale += sum(len(draft.tokens) > 0 for draft in proposed) - len(current)
         if self.offer is not None:
             current = pool(current, sum(min(self.budget, len(draft.tokens)) for draft in current))
-        if isinstance(self.drafter, Prefetcher):
-            self.drafter.verifying(current)
-        return {draft.request_id: draft for draft in current}
+        elif self._budgeted is not None:
+            emitted = {row.request.request_id: row.tokens for row in running}
+            current = self._budgeted.choose(current, emitted, drains=drains, elapsed=lambda: self.clock() - started)
+            seconds = self._budgeted.plan.propose_seconds
+        self._other_seconds += seconds
+        return current
 
-    def _accept(self, draft: Draft, recorded: Tokens) -> int:
-        """How many drafted tokens stand in ``recorded``; remembers which nodes those were for the calibration."""
+    def _accept(self, draft: Draft, recorded: Tokens) -> Sequence[int]:
+        """The drafted nodes that stand in ``recorded``, from the root; they are remembered for the calibration."""
         if draft.parents is None:
             differs = draft.tokens[: len(recorded)] != recorded
             first = int(differs.argmax())
-            kept = first if differs[first] else len(recorded)
-            nodes: Sequence[int] = range(kept)
+            nodes: Sequence[int] = range(first if differs[first] else len(recorded))
         else:
-            nodes = path = tree_path(draft, recorded)
-            kept = len(path)
+            nodes = tree_path(draft, recorded)
         if draft.probs is not None:
             self._rated.append((draft.probs, nodes))
-        return kept
+        return nodes
 
-    def _count(self, rows: Sequence[_Row], slots: int) -> None:
+    def _count(self, rows: Sequence[Row], slots: int) -> None:
         """Add a finished step to the sums."""
-        step = _Tally()
+        step = Tally()
         for row in rows:
             step.add(row)
-            self._epochs.setdefault(row.epoch, _Tally()).add(row)
+            self._epochs.setdefault(row.epoch, Tally()).add(row)
         self._all.add(step)
         self._steps.append((step.tokens, step.forwards))
         if self.cost is not None:
             lengths, contexts = [len(row.recorded) for row in rows], [row.prompt_length for row in rows]
-            self._plain_seconds += sum(
+            self.plain_seconds += sum(
                 passes * self.cost.seconds(batch, batch, kv)
                 for passes, batch, kv in plain_passes(lengths, contexts, slots)
             )
@@ -230,7 +238,7 @@ class Replay:
 
     def result(self) -> DrafterResult:
         """What was measured so far; NaN where the drafter or the trace does not tell."""
-        total, first = self._all, self._epochs.get(0, _Tally())
+        total, first = self._all, self._epochs.get(0, Tally())
         last = self._steps[-last_steps(len(self._steps)) :]
         rated, probable, accepted = self._bins
         us = np.array(self._draft_us)
@@ -247,7 +255,7 @@ class Replay:
             bytes_per_token=self._bytes_per_token(),
             calibration_error=ratio(float(np.abs(probable - accepted).sum()), float(rated.sum())),
             prefetch_coverage=self._prefetch_coverage(total),
-            projected_speedup=math.nan if self.cost is None else speedup(self._plain_seconds, self._seconds),
+            projected_speedup=math.nan if self.cost is None else speedup(self.plain_seconds, self.pass_seconds),
             stale_drafts=self._stale,
             by_epoch={
                 str(epoch): EpochResult(
@@ -268,7 +276,7 @@ class Replay:
             return math.nan
         return ratio(float(held), float(getattr(self.drafter, "tokens_held", self._all.tokens)))
 
-    def _prefetch_coverage(self, tally: _Tally) -> float:
+    def _prefetch_coverage(self, tally: Tally) -> float:
         prefetches = self._all.prefetched or isinstance(self.drafter, Prefetcher)
         return ratio(tally.prefetched, tally.prefetchable) if prefetches else math.nan
 
@@ -284,16 +292,3 @@ def tree_path(draft: Draft, recorded: Tokens) -> list[int]:
             path.append(node)
             at = node
     return path
-
-
-def _first(draft: Draft, nodes: int) -> Draft:
-    """A draft cut to its first nodes, whose parents are among them."""
-    return Draft(
-        request_id=draft.request_id,
-        tokens=draft.tokens[:nodes],
-        length=draft.length,
-        version=draft.version,
-        parents=None if draft.parents is None else draft.parents[:nodes],
-        probs=None if draft.probs is None else draft.probs[:nodes],
-        prefetched=draft.prefetched,
-    )

@@ -20,6 +20,27 @@ class EpochResult(msgspec.Struct, kw_only=True):
     prefetch_coverage: float
 
 
+class AdaptiveResult(msgspec.Struct, kw_only=True):
+    """One drafter on one trace with the adaptive budget of a run. Seconds of passes are the cost's.
+
+    ``projected_speedup``: time of plain decoding / (``pass_seconds`` + ``draft_seconds``); ``fixed_speedup`` is the
+    same of the replay that verified every drafted token. ``passes_probed``: passes with a few drafts against the
+    expectation, which ``passes_drafted`` leaves out.
+    """
+
+    tokens_per_forward: float
+    tokens_per_forward_last30: float
+    acceptance: float
+    drafted_per_forward: float
+    passes_drafted: int
+    passes_probed: int
+    passes_plain: int
+    pass_seconds: float
+    draft_seconds: float
+    projected_speedup: float
+    fixed_speedup: float
+
+
 class DrafterResult(msgspec.Struct, kw_only=True):
     """One drafter on one trace. Times are microseconds; NaN (null in JSON) where nothing is known.
 
@@ -30,7 +51,7 @@ class DrafterResult(msgspec.Struct, kw_only=True):
     ``prefetch_coverage``: drafts that were ready before they were asked for / drafts, a request's first one left out.
     ``projected_speedup``: time of plain decoding / time of the replay's passes, both from the cost; drafting itself is
     not in it. ``stale_drafts``: drafts for another length than the request had, which were not verified. ``state``:
-    whether it began with the history of a snapshot.
+    whether it began with the history of a snapshot. ``adaptive``: the same drafter with an adaptive budget, if asked.
     """
 
     tokens_per_forward: float
@@ -49,6 +70,7 @@ class DrafterResult(msgspec.Struct, kw_only=True):
     stale_drafts: int
     state: Literal["cold", "warm"] = "cold"
     by_epoch: dict[str, EpochResult]
+    adaptive: AdaptiveResult | None = None
 
 
 class TraceEpoch(msgspec.Struct, kw_only=True):
@@ -80,7 +102,8 @@ class ReplayResult(msgspec.Struct, kw_only=True):
     """A whole call. ``batch`` None: all rollouts of a step at once.
 
     ``state`` is warm where a snapshot was given; each drafter says for itself whether it took it. ``pool``: the batch's
-    nodes competed for what ``budget`` nodes each would have come to; each offered at most ``offer``.
+    nodes competed for what ``budget`` nodes each would have come to; each offered at most ``offer``. ``draft_seconds``:
+    whose seconds of drafting count with the adaptive budget, those measured here or none; None without it.
     """
 
     version: str
@@ -91,6 +114,7 @@ class ReplayResult(msgspec.Struct, kw_only=True):
     pool: bool
     offer: int | None
     cost: str | None
+    draft_seconds: Literal["measured", "none"] | None = None
     traces: dict[str, TraceResult]
 
 
@@ -111,7 +135,8 @@ def settings_line(result: ReplayResult) -> str:
     batch = "batch as recorded" if result.batch is None else f"batch {result.batch}"
     pooled = f", pooled over the batch, each request offers {result.offer}" if result.pool else ""
     cost = "" if result.cost is None else f"; cost: {result.cost}"
-    return f"{start}, budget {result.budget}{pooled}, {batch}{cost}"
+    drafting = {None: "", "measured": "; drafting as it took here", "none": "; drafting takes no time"}
+    return f"{start}, budget {result.budget}{pooled}, {batch}{cost}{drafting[result.draft_seconds]}"
 
 
 def trace_tables(trace: TraceResult) -> Iterator["Table"]:
@@ -144,6 +169,35 @@ def trace_tables(trace: TraceResult) -> Iterator["Table"]:
         for name, result in trace.drafters.items():
             table.add_row(name, *(write(getattr(result, field)) for _, field, write in shown))
         yield table
+    if any(result.adaptive for result in trace.drafters.values()):
+        yield _adaptive_table(trace)
+
+
+def _adaptive_table(trace: TraceResult) -> "Table":
+    """The drafters of a trace with an adaptive budget; speedups count drafting."""
+    from rich.table import Table
+
+    table = Table("adaptive\nbudget", box=None, pad_edge=False, header_style="bold")
+    titles = (
+        "tokens/\nforward",
+        "\ndrafted",
+        "passes:\ndrafted",
+        "\nprobed",
+        "\nplain",
+        "speedup:\nadaptive",
+        "\nfixed",
+    )
+    for title in titles:
+        table.add_column(title, justify="right")
+    for name, result in trace.drafters.items():
+        if (one := result.adaptive) is not None:
+            passes = (one.passes_drafted, one.passes_probed, one.passes_plain)
+            gave, speedups = (
+                (one.tokens_per_forward, one.drafted_per_forward),
+                (one.projected_speedup, one.fixed_speedup),
+            )
+            table.add_row(name, *map(_number, gave), *map(str, passes), *map(_number, speedups))
+    return table
 
 
 def _number(value: float, digits: int = 2) -> str:

@@ -2,23 +2,28 @@
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.drafters import HistoryDrafter
 from paceline.drafters.base import Drafter
 from paceline.history.native import why_not
 from paceline.history.snapshot import Snapshot, read_snapshot
+from paceline.report.metrics import speedup
 from paceline.schema import PacelineError
+from paceline.simulate.budgeted import adaptive_controller
 from paceline.simulate.cost import load_cost
 from paceline.simulate.drafters import drafter_by_name
 from paceline.simulate.files import Warn
 from paceline.simulate.logs import read_steps, trace_name
 from paceline.simulate.overlap import TraceStatistics
 from paceline.simulate.replay import Replay
-from paceline.simulate.results import ReplayResult, TraceEpoch, TraceResult
+from paceline.simulate.results import AdaptiveResult, ReplayResult, TraceEpoch, TraceResult
+from paceline.simulate.steptime import MeasuredStepTime
 
 
 def _nobody(_: str) -> None:
@@ -33,6 +38,7 @@ def replay_traces(
     batch: int | None = None,
     offer: int | None = None,
     cost: str | None = None,
+    adaptive: Literal["measured", "none"] | None = None,
     tokenizer: str | None = None,
     warm: Path | None = None,
     warn: Warn = _nobody,
@@ -41,10 +47,16 @@ def replay_traces(
     """Replay every trace through every drafter, each with a history of its own.
 
     ``drafters`` are names as ``drafter_by_name`` takes them; ``offer`` switches the pooled budget on, see ``Replay``;
-    ``cost`` is what ``load_cost`` takes; ``warm`` a history snapshot that every drafter starts from. ``on_trace`` hears
-    of each trace when it is done. Raises PacelineError in one line for input that cannot be used.
+    ``cost`` is what ``load_cost`` takes; ``adaptive`` has each drafter replayed with the budget of a run beside, whose
+    drafting takes the seconds measured here, or none; ``warm`` a history snapshot that every drafter starts from.
+    ``on_trace`` hears of each trace when it is done. Raises PacelineError in one line for input that cannot be used.
     """
     source, table = (None, None) if cost is None else load_cost(cost)
+    step_time = None if source is None or table is None else MeasuredStepTime(source, table)
+    if adaptive and step_time is None:
+        raise PacelineError("--adaptive weighs drafts against what passes take; give --cost")
+    if adaptive and offer is not None:
+        raise PacelineError("--adaptive has the nodes of a batch compete by itself; leave out --pool")
     names = list(dict.fromkeys(drafters))
     # Built here, so that a bad name ends the call before the first trace, not after it.
     probes = {name: drafter_by_name(name) for name in names}
@@ -63,19 +75,33 @@ def replay_traces(
         pool=offer is not None,
         offer=offer,
         cost=source,
+        draft_seconds=adaptive,
         traces={},
     )
     for path in traces:
-        replays = {
-            name: Replay(_warmed(drafter_by_name(name), snapshot), budget, batch, offer, table) for name in names
-        }
+        fixed = Replay if adaptive != "measured" else partial(Replay, clock=time.process_time)
+        replays = {name: fixed(_warmed(drafter_by_name(name), snapshot), budget, batch, offer, table) for name in names}
+        budgeted: dict[str, Replay] = {}
+        if adaptive and step_time is not None:
+            clock = time.process_time if adaptive == "measured" else _stopped
+            budgeted = {
+                name: Replay(
+                    _warmed(drafter_by_name(name), snapshot),
+                    budget,
+                    batch,
+                    cost=step_time,
+                    controller=adaptive_controller(),
+                    clock=clock,
+                )
+                for name in names
+            }
         statistics = TraceStatistics(budget, batch)
         steps = 0
         lossy: set[str] = set()
         for step in read_steps(path, tokenizer, warn):
             requests = step.requests()
             statistics.add(step)
-            for name, replay in replays.items():
+            for name, replay in (*replays.items(), *budgeted.items()):
                 try:
                     replay.play(step, requests)
                 except PacelineError as error:
@@ -86,6 +112,8 @@ def replay_traces(
         done.lossy = sorted(lossy)
         for name, measured in done.drafters.items():
             measured.state = "warm" if takes[name] else "cold"
+            if name in budgeted:
+                measured.adaptive = _adaptive_result(budgeted[name], replays[name], pays=adaptive == "measured")
         name = _free_name(trace_name(path), result.traces)
         result.traces[name] = done
         if lossy:
@@ -94,6 +122,29 @@ def replay_traces(
             warn(f"{name}: no speedup is projected: --cost {cost} has no times for so many rows, or none with drafts")
         on_trace(name, done)
     return result
+
+
+def _stopped() -> float:
+    """A clock for drafting that takes no time."""
+    return 0.0
+
+
+def _adaptive_result(replay: Replay, fixed: Replay, *, pays: bool) -> AdaptiveResult:
+    """What the adaptive budget came to, beside a fixed one; ``pays``: drafting takes time in both."""
+    found, passes = replay.result(), replay.passes
+    return AdaptiveResult(
+        tokens_per_forward=found.tokens_per_forward,
+        tokens_per_forward_last30=found.tokens_per_forward_last30,
+        acceptance=found.acceptance,
+        drafted_per_forward=found.drafted_per_forward,
+        passes_drafted=passes["draft"],
+        passes_probed=passes["probe"],
+        passes_plain=passes["plain"],
+        pass_seconds=replay.pass_seconds,
+        draft_seconds=replay.draft_seconds,
+        projected_speedup=speedup(replay.plain_seconds, replay.pass_seconds + replay.draft_seconds),
+        fixed_speedup=speedup(fixed.plain_seconds, fixed.pass_seconds + pays * fixed.draft_seconds),
+    )
 
 
 def _free_name(name: str, taken: dict[str, TraceResult]) -> str:
