@@ -83,6 +83,7 @@ FROZEN = {
         "--devices",
         "--age-bound",
         "--held-out",
+        "--clock",
         "--tokenizer",
         "--out",
         "--json",

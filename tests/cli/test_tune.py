@@ -53,6 +53,15 @@ def test_the_answer_is_a_line_a_table_and_complete_as_json(trace, times, tmp_pat
     assert len(result["together"]["candidates"]) == 5
 
 
+def test_drafting_may_be_timed_by_the_processor(trace, times, tmp_path):
+    done = invoke(trace, "--cost", times, "--budgets", "4", "--clock", "processor", "--json", tmp_path / "t.json")
+    assert done.exit_code == 0, done.output
+    assert "; drafting as it took here, by the processor's clock\n" in done.stdout
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert result["clock"] == "processor"
+    assert 0 < result["together"]["candidates"][1]["draft_seconds"] < 1
+
+
 def test_no_figure_is_cut_where_names_are_long(trace, times):
     name = "history:chains=true,siblings=false,window=48,matches=16,floor=0.004"
     done = invoke(trace, "--cost", times, "--drafters", name, "--budgets", "4")

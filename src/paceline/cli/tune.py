@@ -1,7 +1,7 @@
 """``paceline tune``: which drafter and budget pay on rollouts like yours, or that none does."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -54,6 +54,9 @@ def tune(
         int, typer.Option(metavar="K", help="Steps that generation may run ahead of training, at most.")
     ] = 0,
     held_out: Annotated[float, typer.Option(metavar="SHARE", help="Last steps that confirm the choice.")] = 0.3,
+    clock: Annotated[
+        Literal["wall", "processor"], typer.Option(help="What drafting is timed by; processor where others work too.")
+    ] = "wall",
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The policy's tokenizer, for logs that hold text.", show_default=False),
@@ -118,13 +121,15 @@ def tune(
             age_bound=age_bound,
             held_out=held_out,
             tokenizer=tokenizer,
+            clock=clock,
             warn=lambda line: print(f"warning: {line}", file=sys.stderr),
             on_trace=show,
         )
         if len(result.traces) > 1:
             show("together", result.together)
         source = f"{result.mode} passes: {result.cost}"
-        console.print(f"{source}; drafting as it took here", markup=False, highlight=False, soft_wrap=True)
+        told = "as it took here" + (", by the processor's clock" if clock == "processor" else "")
+        console.print(f"{source}; drafting {told}", markup=False, highlight=False, soft_wrap=True)
         if out is not None:
             step = result.together.step
             remarks = [] if step is None else step_lines(step, result.together.final)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import msgspec
 
@@ -10,6 +11,10 @@ from paceline.drafters.base import Drafter, Prefetcher
 from paceline.report.metrics import ratio
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest
 from paceline.simulate.cost import Cost
+
+Clock = Literal["wall", "processor"]
+#: What drafting can be timed by.
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 class Account(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from paceline.simulate.engines import scaling
 from paceline.simulate.files import Warn
 from paceline.simulate.lengths import Requests
 from paceline.simulate.logs import Step, read_steps, trace_name
-from paceline.simulate.metered import Account, metered
+from paceline.simulate.metered import CLOCKS, Account, Clock, Metered, metered
 from paceline.simulate.replay import Replay
 from paceline.simulate.rlstep import Phases
 from paceline.simulate.softcurves import SoftCurve, load_soft
@@ -46,6 +46,7 @@ def tune_traces(
     age_bound: int = 0,
     held_out: float = 0.3,
     tokenizer: str | None = None,
+    clock: Clock = "wall",
     build: Callable[[str], Drafter] = drafter_by_name,
     warn: Warn = lambda _: None,
     on_trace: Callable[[str, Tuned], Any] = lambda _name, _tuned: None,
@@ -55,8 +56,9 @@ def tune_traces(
     ``cost`` is what ``load_cost`` takes, ``drafters`` names that ``build`` takes, ``soft`` what ``load_soft`` takes,
     ``batch`` requests at a time (None: a step's). ``phases`` are a step's others on all ``devices`` (None: those that a
     run recorded, if ``cost`` was measured as well); each device has an engine, or trains. What the choice gains is told
-    by the last steps of each trace, the share ``held_out`` of them, which have no part in it. Raises PacelineError, one
-    line, for input that cannot be used.
+    by the last steps of each trace, the share ``held_out`` of them, which have no part in it. ``clock`` times drafting:
+    ``processor`` counts this process's seconds on all its threads, whatever else the machine does. Raises
+    PacelineError, one line, for input that cannot be used.
     """
     names, lengths = list(dict.fromkeys(drafters)), sorted(set(budgets))
     curves = _curves(soft, names, lengths, warn)
@@ -76,7 +78,10 @@ def tune_traces(
     known: list[Steps] = []
     found: dict[str, Tuned] = {}
     for path, own in zip(traces, others, strict=True):
-        ledger, scales = _replayed(path, names, curves, lengths, step_time, batch, tokenizer, build, warn, devices)
+        meters = {
+            Choice(name, budget): metered(build(name), step_time, CLOCKS[clock]) for name in names for budget in lengths
+        }
+        ledger, scales = _replayed(path, meters, curves, lengths, step_time, batch, tokenizer, warn, devices)
         steps = len(ledger[NOTHING])
         if steps < FEWEST_STEPS:
             raise PacelineError(
@@ -121,6 +126,7 @@ def tune_traces(
         cost=step_time.source,
         batch=batch,
         held_out=held_out,
+        clock=clock,
         phases=None if None in others else "as given" if phases is not None else "as recorded",
         soft={curve.name: curve.source for curve in curves},
         traces=found,
@@ -164,13 +170,12 @@ def _phases(path: Path, given: Phases | None, is_preset: bool) -> list[Phases] |
 
 def _replayed(
     path: Path,
-    names: Sequence[str],
+    meters: dict[Choice, Metered],
     curves: Sequence[SoftCurve],
     budgets: Sequence[int],
     step_time: StepTime,
     batch: int | None,
     tokenizer: str | None,
-    build: Callable[[str], Drafter],
     warn: Warn,
     devices: int,
 ) -> tuple[Ledger, dict[Choice, list[tuple[float, ...]]]]:
@@ -178,7 +183,6 @@ def _replayed(
 
     Plain decoding is the first.
     """
-    meters = {Choice(name, budget): metered(build(name), step_time) for name in names for budget in budgets}
     replays = {choice: Replay(meter, choice.budget, batch) for choice, meter in meters.items()}
     soft = {Choice(curve.name, budget): curve for curve in curves for budget in curve.lengths(budgets)}
     ledger: Ledger = {NOTHING: [], **{choice: [] for choice in [*meters, *soft]}}

@@ -12,7 +12,7 @@ from paceline.config import DrafterConfig
 from paceline.simulate.confirmed import CONFIDENCE as CONFIDENCE
 from paceline.simulate.confirmed import NOTHING, Choice, Confirmed, Draws, Ledger, Steps, interval
 from paceline.simulate.forecast import forecast, steady_drafting
-from paceline.simulate.metered import Account
+from paceline.simulate.metered import Account, Clock
 from paceline.simulate.projection import WORTH
 from paceline.simulate.schedules import IN_TURN, Schedule, StepGain, StepSeconds, quickest, schedules
 from paceline.simulate.steptime import Mode
@@ -72,11 +72,11 @@ class Tuned(msgspec.Struct, kw_only=True):
 class Tuning(msgspec.Struct, kw_only=True):
     """A whole call; ``together`` judges all traces as one, and its ``final`` is what the settings are of.
 
-    ``mode`` and ``cost`` say where the seconds of passes come from; seconds of drafting are those of this machine.
-    ``drafter`` is the section of a run, ``speculative_config`` and ``additional_config`` are vLLM's, each None where
-    nothing is drafted or there is no such drafter; ``vllm_note`` says where vLLM drafts otherwise than was replayed.
-    ``phases`` says where a step's other phases come from, None where they are not known; ``soft`` where the curves of
-    drafters that are not replayed do. ``settings`` are what a run needs to draft so.
+    ``mode`` and ``cost`` say where the seconds of passes come from; seconds of drafting are those of this machine, by
+    ``clock``. ``phases`` says where a step's other phases come from, None where they are not known; ``soft`` where the
+    curves of drafters that are not replayed do. ``drafter`` is the section of a run, ``settings`` are all that a run
+    needs to draft so; ``speculative_config`` and ``additional_config`` are vLLM's, each None where nothing is drafted
+    or there is no such drafter, and ``vllm_note`` says where vLLM drafts otherwise than was replayed.
     """
 
     version: str
@@ -84,6 +84,7 @@ class Tuning(msgspec.Struct, kw_only=True):
     cost: str
     batch: int | None
     held_out: float
+    clock: Clock
     phases: str | None
     soft: dict[str, str]
     traces: dict[str, Tuned]
