@@ -159,6 +159,18 @@ def test_of_two_that_are_alike_the_rising_one_is_chosen_and_what_is_past_counts_
     assert judge([both], [2]).chosen == Choice("level", 4)
 
 
+def test_of_drafts_that_are_alike_the_longest_are_chosen_and_of_curves_the_quickest():
+    def of(*lengths, **more):
+        return {NOTHING: [account(10.0)] * 6} | {Choice("one", n): [account(s)] * 6 for n, s in lengths} | more
+
+    near, far = 4.0 * math.exp(0.039), 4.0 * math.exp(0.041)
+    assert judge([of((4, 4.0), (8, near))], [2]).chosen == Choice("one", 8)
+    assert judge([of((4, 4.0), (8, far))], [2]).chosen == Choice("one", 4)
+    assert judge([of((4, near), (8, 4.0), (16, near))], [2], curves=["one"]).chosen == Choice("one", 8)
+    other = {Choice("other", 32): [account(near)] * 6}
+    assert judge([of((4, 4.0)) | other], [2]).chosen == Choice("one", 4), "another drafter is no longer draft"
+
+
 def test_a_burst_of_the_clock_does_not_choose():
     def drafts(*seconds):
         return [Account(pass_seconds=4.0, draft_seconds=s, tokens=10, row_forwards=5) for s in seconds]

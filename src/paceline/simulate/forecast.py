@@ -11,6 +11,8 @@ from paceline.simulate.metered import Account
 FADES = 0.5
 #: A trend is believed as if this many squared steps of no trend had been seen as well.
 DOUBT = 2.0
+#: Log-speedups that differ by less are alike.
+ALIKE = 0.04
 
 
 def forecast(gains_CT: Floats, ahead: int) -> Floats:

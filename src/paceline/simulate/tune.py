@@ -62,6 +62,7 @@ def tune_traces(
     """
     names, lengths = list(dict.fromkeys(drafters)), sorted(set(budgets))
     curves = _curves(soft, names, lengths, warn)
+    soft_names = [curve.name for curve in curves]
     if not (names or curves) or not lengths or lengths[0] < 1:
         raise PacelineError(f"--budgets {','.join(map(str, budgets))}: give at least one, each of 1 or more")
     if not 0 < held_out < 1:
@@ -96,7 +97,7 @@ def tune_traces(
         name = trace_name(path)
         of_steps = [] if own is None else [Steps(own, scales)]
         known += of_steps
-        tuned = judge([ledger], [held_out_steps(steps, held_out)], of_steps or None, devices, age_bound)
+        tuned = judge([ledger], [held_out_steps(steps, held_out)], of_steps or None, devices, age_bound, soft_names)
         found[name if name not in found else str(path)] = tuned
         on_trace(name, tuned)
     together = (
@@ -106,6 +107,7 @@ def tune_traces(
             known if len(known) == len(ledgers) else None,
             devices,
             age_bound,
+            soft_names,
         )
         if len(ledgers) > 1
         else next(iter(found.values()))

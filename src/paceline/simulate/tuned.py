@@ -1,7 +1,7 @@
 """The tuner's judgement: what was chosen, what it gains on steps it was not chosen on, and how far the best was."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from paceline.config import DrafterConfig
 from paceline.simulate.confirmed import CONFIDENCE as CONFIDENCE
 from paceline.simulate.confirmed import NOTHING, Choice, Confirmed, Draws, Ledger, Steps, interval
-from paceline.simulate.forecast import forecast, steady_drafting
+from paceline.simulate.forecast import ALIKE, forecast, steady_drafting
 from paceline.simulate.metered import Account, Clock
 from paceline.simulate.projection import WORTH
 from paceline.simulate.schedules import IN_TURN, Schedule, StepGain, StepSeconds, quickest, schedules
@@ -102,12 +102,15 @@ def judge(
     steps: Sequence[Steps] | None = None,
     devices: int = 1,
     age_bound: int = 0,
+    curves: Collection[str] = (),
 ) -> Tuned:
     """Choose on the steps of each ledger before its last ``held_out``; confirm the choice on those.
 
-    The choice is what is forecast (``forecast``) to take the fewest seconds on the steps ahead. ``steps`` tell of
-    each ledger a step's other phases on all ``devices``, and how generation scales; with them it is the whole step
-    that is judged, by each schedule that ``age_bound`` allows. Raises PacelineError for schedules that cannot be.
+    The choice is what is forecast (``forecast``) to take the fewest seconds on the steps ahead, with the longest drafts
+    of that drafter that are alike: histories grow, and an adaptive budget cuts what is too long, but cannot add to what
+    is too short. Drafts of ``curves`` take their time by the token and stay as they are. ``steps`` tell of each ledger
+    a step's other phases on all ``devices``, and how generation scales; with them it is the whole step that is judged,
+    by each schedule that ``age_bound`` allows. Raises PacelineError for schedules that cannot be.
 
     Intervals are the middle ``CONFIDENCE`` of the speedups of steps drawn anew from those held out, as many as there
     were of each ledger (the percentile bootstrap; Efron & Tibshirani, An Introduction to the Bootstrap, chapter 13).
@@ -119,6 +122,11 @@ def judge(
         ((choice, option) for choice in choices for option in options),
         key=lambda pair: pair[1].seconds(expected[pair[0]]),
     )
+    if chosen.drafter not in curves:
+        enough = gains[chosen] * math.exp(-ALIKE)
+        own = [choice for choice in choices if choice.drafter == chosen.drafter and gains[choice] >= enough]
+        chosen = max(own, key=lambda choice: choice.budget)
+        schedule = quickest(options, expected[chosen])
     held = {
         choice: [account for ledger, last in zip(ledgers, held_out, strict=True) for account in ledger[choice][-last:]]
         for choice in choices
@@ -127,10 +135,10 @@ def judge(
     confirmed = Confirmed(held, reduce(Steps.__add__, last_steps), _draws(held_out), options)
     candidates = [_candidate(choice, gains[choice], confirmed, steps is not None) for choice in choices]
     by_choice = dict(zip(choices, candidates, strict=True))
-    own = quickest(options, expected[NOTHING])
-    step = None if steps is None else confirmed.step(chosen, schedule, own, devices, age_bound)
+    plain = quickest(options, expected[NOTHING])
+    step = None if steps is None else confirmed.step(chosen, schedule, plain, devices, age_bound)
     is_sure = (by_choice[chosen].low if step is None else step.drafting_low) > WORTH
-    final, schedule = (chosen, schedule) if is_sure else (NOTHING, own)
+    final, schedule = (chosen, schedule) if is_sure else (NOTHING, plain)
     best = min(choices, key=confirmed.seconds)
     return Tuned(
         steps=sum(len(ledger[NOTHING]) for ledger in ledgers),
