@@ -31,16 +31,17 @@ def reckoned(model: str, hardware: str, tensor: int, expert: int, precision: str
 def within_memory(scenario: Scenario, step: Roofline) -> Scenario:
     """The scenario with as many tokens of caches as the engine's memory holds beside the weights.
 
-    Memory is counted in requests of mean length. Raises PacelineError where the weights do not fit, or no such request
-    beside them.
+    Memory is counted in requests of mean length. Raises PacelineError where the weights do not fit, or not the longest
+    request beside them.
     """
-    rows = step.most_rows(mean_context(scenario))
-    if not rows:
+    longest, mean = scenario.prompt_tokens + scenario.max_tokens, mean_context(scenario)
+    held = step.most_rows(mean) * mean
+    if held < longest:
         raise PacelineError(
-            f"{step.source}: beside the weights there is no room for a request of {mean_context(scenario)} tokens: "
-            "more --tensor or --expert GPUs, or fp8"
+            f"{step.source}: beside the weights there is room for caches of {held} tokens, and a request may have "
+            f"{longest}: more --tensor or --expert GPUs, fp8, or fewer --max-tokens"
         )
-    return msgspec.structs.replace(scenario, kv_tokens=rows * mean_context(scenario))
+    return msgspec.structs.replace(scenario, kv_tokens=held)
 
 
 def mean_context(scenario: Scenario) -> int:

@@ -214,6 +214,6 @@ def verdict(result: Projection) -> str:
     best = next((one for one in result.projected if one.drafted == result.best != "0"), None)
     if best is None:
         return f"leave drafting off: no draft length makes these rollouts {WORTH - 1:.0%} quicker"
-    kind = "an adaptive length" if best.drafted == "adaptive" else f"drafts of {best.drafted}"
+    kind = "an adaptive length makes" if best.drafted == "adaptive" else f"drafts of {best.drafted} make"
     doubt = "" if best.low > 1 else "; single rollouts may be slower"
-    return f"draft: {kind} makes rollouts {best.speedup:.2f}x as fast ({best.low:.2f} to {best.high:.2f}){doubt}"
+    return f"draft: {kind} rollouts {best.speedup:.2f}x as fast ({best.low:.2f} to {best.high:.2f}){doubt}"

@@ -71,7 +71,8 @@ def acceptance(
     """``--acceptance`` as conditional rates by depth, and what it is in words.
 
     Rates as they are; ``replay:DRAFTER`` replays ``trace`` through a drafter with drafts of ``budget``, ``batch``
-    requests at a time; ``run`` takes what the run in ``trace`` measured. Passes without a draft count as nothing kept.
+    requests at a time; ``run`` takes what the run in ``trace`` measured. Of these two, passes without a draft, and of
+    the run drafts that ended early, count as not kept.
     Raises PacelineError, one line, for what cannot be taken.
     """
     kind, _, drafter = text.partition(":")
@@ -107,7 +108,7 @@ def _replayed(
 
 
 def _measured(trace: Path, drift: Drift) -> tuple[Acceptance, str]:
-    """From the steps of a run: the share of row-forwards with a draft, then what was kept of those so deep."""
+    """From the steps of a run: the share of its row-forwards that kept so many tokens."""
     path = trace / _METRICS
     if not path.is_file():
         raise PacelineError(f"--acceptance run: {trace} is no folder of a run with {_METRICS}; give rates, or replay:")
@@ -115,14 +116,14 @@ def _measured(trace: Path, drift: Drift) -> tuple[Acceptance, str]:
     tested: tuple[int, ...] = ()
     for record in records:
         tested = added(tested, record.depths_tested)
-    rates = depth_acceptance(records)[: sum(count >= _FEWEST for count in tested)]
-    forwards = sum(sum(record.accept_lengths) for record in records)
-    if not rates or not forwards:
+    deep = sum(count >= _FEWEST for count in tested)
+    if not deep:
         raise PacelineError(
             f"--acceptance run: {trace} tells of no {_FEWEST} drafts by depth; give rates, or replay:DRAFTER"
         )
-    first = rates[0] * min(1.0, tested[0] / forwards)
-    found = Acceptance([first, *rates[1:]], drift)
+    forwards = sum(record.tokens / record.tokens_per_forward for record in records if record.tokens)
+    kept = [count * rate for count, rate in zip(tested, depth_acceptance(records), strict=True)][:deep]
+    found = Acceptance.cumulative([min(1.0, count / forwards) for count in kept], drift)
     return found, f"{_percent(found)} by depth, of {len(records)} steps of {trace_name(trace)}"
 
 
