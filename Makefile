@@ -35,7 +35,7 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm assets test test-ranks test-ray test-vllm check sanitize demo bench bench-vllm docs clean
+.PHONY: help venv venv-vllm assets browser test test-ranks test-ray test-vllm check sanitize demo bench bench-vllm docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +90,13 @@ $(VLLM_VENV)/.ready-$(VLLM): constraints-vllm.txt constraints.txt pyproject.toml
 
 assets: venv ## fetch the demo's model and data into the user's cache (nothing to do when they are there)
 	@$(BIN)/paceline assets
+
+browser: ## install Debian's Chromium, for the tests that open pages, where it is missing and can be
+	@if command -v chromium >/dev/null; then echo "chromium is there"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null; then \
+	  echo "chromium is installed"; \
+	else echo "no chromium, and no way to install it: the tests that open pages will be skipped"; fi
 
 test: assets ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not ray and not ranks' $(PYTEST_JOBS) $(PYTEST_ARGS)

@@ -94,7 +94,7 @@
     const found = { ...start };
     for (const [name, words] of new URLSearchParams(address.replace(/^#/, ""))) {
       if (name === "drafted" && words === "best") found.drafted = "best";
-      else if (stops[name]) {
+      else if (Object.hasOwn(stops, name)) {
         const ends = stops[name].filter((value) => name !== "kv" || value);
         const value = Number(words);
         const isWhole = !["acceptance", "fall", "fixed", "each", "drift", "stale", "mean", "sigma", "train", "logprob", "refit", "drafter"].includes(name);
@@ -200,7 +200,7 @@
       tile("Rollouts", small(charts.times(speed)), `${charts.duration(found.plainSeconds)} → ${charts.duration(found.draftedSeconds)}`, mood(speed)),
       tile("Steps", step.others ? small(charts.times(found.stepSpeedups[at])) : "–",
         step.others ? `${charts.duration(lasting(step.sides(1, 0)))} → ${charts.duration(lasting(step.sides(speed, at)))}` : "give the other phases", step.others ? mood(found.stepSpeedups[at]) : ""),
-      tile("Tokens a forward", found.kept.mean[at].toFixed(2), at ? `drafting ${at}` : "without drafts"),
+      tile("Tokens a forward", found.perForward[at].toFixed(2), at ? `drafting ${at}` : "without drafts"),
       tile("Rollouts' share", percent(step.share).replace("\u00a0%", "<small> %</small>"), step.others ? `of a plain step; at most ${charts.times(1 / (1 - step.share))}` : "no other phases"),
     ].join("");
   }
@@ -210,7 +210,7 @@
     const head = ["drafted", "tokens a forward", "rollouts, times as fast", ...(hasSteps ? ["steps, times as fast"] : [])];
     element("figures").querySelector("thead").innerHTML = `<tr>${head.map((each) => `<th scope="col">${each}</th>`).join("")}</tr>`;
     element("figures").querySelector("tbody").innerHTML = found.speedups.map((speedup, drafted) => {
-      const cells = [drafted, found.kept.mean[drafted].toFixed(3), speedup.toFixed(3), ...(hasSteps ? [found.stepSpeedups[drafted].toFixed(3)] : [])];
+      const cells = [drafted, found.perForward[drafted].toFixed(3), speedup.toFixed(3), ...(hasSteps ? [found.stepSpeedups[drafted].toFixed(3)] : [])];
       return `<tr${drafted === found.best ? ' class="best"' : ""}>${cells.map((each) => `<td>${each}</td>`).join("")}</tr>`;
     }).join("");
   }

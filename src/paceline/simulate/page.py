@@ -35,8 +35,8 @@ from paceline.sizes.shapes import load_shape
 
 #: Tokens of a pass at which all of it but attention is reckoned; the page takes a line in between.
 SIZES = (
-    *(1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512),
-    *(513, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576),
+    *(1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, *range(112, 257, 16), 288, 320, 352, 384, 448, 512),
+    *(513, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 8192, 12288, 16384, 24576),
 )
 #: GPUs an engine that are offered, beside the layout that was asked for.
 _TENSOR = (1, 2, 4, 8, 16)

@@ -37,15 +37,17 @@ const answer = (() => {
     const count = Math.max(1, Math.min(data.draws.scores.length, Math.floor(data.draws.most / (state.prompts * state.siblings))));
     const draws = [];
     const first = [];
+    let tokens = 0;
     for (let draw = 0; draw < count; draw++) {
       const lengths = law.lengths(state, scores(draw, state.prompts, state.siblings));
+      tokens += lengths.reduce((sum, length) => sum + length, 0) / lengths.length / count;
       const luck = luckOf(draw, lengths.length);
       draws.push({
         even: law.played(fits, lengths, time, null, draw ? null : first),
         lucky: law.played(fits, lengths, time, luck),
       });
     }
-    return { draws, first };
+    return { draws, first, tokens };
   }
 
   /** (chances, drafted) -> seconds of a rollout, the mean over the draws; ``draw`` for one of them alone. */
@@ -75,7 +77,7 @@ const answer = (() => {
     };
   }
 
-  function answered(data, state, time, { draws, first }) {
+  function answered(data, state, time, { draws, first, tokens }) {
     const kept = law.kept(law.rates(state, data.bend, data.fade));
     const seconds = rolloutOf(state, time, draws);
     const plain = seconds(kept, 0);
@@ -87,7 +89,8 @@ const answer = (() => {
     const plainSeconds = seconds(kept, 0, 0);
     const steps = stepsOf(state, plainSeconds);
     return {
-      kept,
+      // The last pass of a request keeps tokens that are beyond its end.
+      perForward: kept.mean.map((mean, drafted) => (mean * tokens) / (tokens + kept.beyond[drafted])),
       speedups,
       quickest,
       best,
@@ -103,21 +106,32 @@ const answer = (() => {
     };
   }
 
-  /** Where each pass drafts the length with the most tokens a second. */
+  /** Where each pass drafts the length with the most tokens a second; its luck is what its lengths' is on average. */
   function adaptiveOf(state, time, draws, kept) {
     const of = (engine) => {
-      let sum = engine.reading;
+      let seconds = engine.reading;
+      let tokens = 0;
+      let noise = 0;
       for (const bin of engine.bins) {
         let least = Infinity;
+        let at = 0;
         for (let drafted = 0; drafted <= LONGEST; drafted++) {
           const each = law.pass(state, time, bin.rows, drafted, bin.kv) / kept.mean[drafted];
-          least = Math.min(least, each * (bin.tokens + (kept.beyond[drafted] * bin.ends) / bin.rows));
+          if (each >= least) continue;
+          least = each;
+          at = drafted;
         }
-        sum += least;
+        seconds += least * (bin.tokens + (kept.beyond[at] * bin.ends) / bin.rows);
+        tokens += bin.tokens;
+        noise += bin.tokens * kept.noise[at];
       }
-      return sum;
+      return [seconds, Math.sqrt(noise / tokens)];
     };
-    return draws.reduce((sum, draw) => sum + Math.max(...draw.even.map(of)), 0) / draws.length;
+    const slowest = (engines) => engines.map(of).reduce((most, one) => (one[0] > most[0] ? one : most));
+    return draws.reduce((sum, draw) => {
+      const [even, luck] = slowest(draw.even);
+      return sum + even + luck * (slowest(draw.lucky)[0] - even);
+    }, 0) / draws.length;
   }
 
   /** The step: phases plain and drafted, and how long it is once the pipeline is full (``steady_seconds``). */

@@ -64,10 +64,10 @@ const charts = (() => {
   function byLength(width, found) {
     const height = HEIGHT;
     const lengths = found.speedups.map((_, drafted) => drafted).slice(1);
-    const most = Math.min(roof(found.kept.mean), 1.9 * roof([...found.speedups, found.adaptive]));
+    const most = Math.min(roof(found.perForward), 1.9 * roof([...found.speedups, found.adaptive]));
     const f = frame(width, height, { low: 0.5, high: 16.5, to: same, ticks: lengths.filter((at) => width > 420 || at % 2), shown: same }, speedAxis(most), "drafted tokens");
     const of = (values) => lengths.map((at) => [f.toX(at), f.toY(values[at])]);
-    const bound = of(found.kept.mean).filter(([, y]) => y >= TOP - 6);
+    const bound = of(found.perForward).filter(([, y]) => y >= TOP - 6);
     const at = found.chosen || found.quickest;
     const hasSteps = found.steps.others > 0;
     return svg(width, height, [
