@@ -78,6 +78,7 @@ FROZEN = {
         "--drafters",
         "--soft",
         "--budgets",
+        "--budget-mode",
         "--batch",
         "--phases",
         "--devices",

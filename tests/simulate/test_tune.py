@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from paceline.config import Config, DrafterConfig, PluginConfig, load_config
-from paceline.drafters.base import Prefetcher
 from paceline.engines.vllm.launch import speculation
 from paceline.schema import PacelineError
 from paceline.simulate.chosen import drafter_section, settings_tree, settings_yaml, vllm_settings
@@ -16,7 +15,7 @@ from paceline.simulate.confirmed import NOTHING, Choice
 from paceline.simulate.cost import LinearCost
 from paceline.simulate.drafters import drafter_by_name
 from paceline.simulate.forecast import forecast
-from paceline.simulate.metered import Account, metered
+from paceline.simulate.metered import Account, Metered
 from paceline.simulate.overlap import last_steps
 from paceline.simulate.replay import Replay
 from paceline.simulate.told import verdict
@@ -61,41 +60,26 @@ def ledger(plain, **candidates):
 def test_the_account_of_passes_is_what_the_replay_projects():
     cost = LinearCost(1e-3, 0.25, 1.0)
     steps = [step(n, TEN, TEN[:7], [5, 6, 7], epoch=n) for n in range(3)]
-    inside, plain, whole = metered(drafter_by_name("history"), cost), 0.0, Account()
-    own = Replay(inside, budget=4, batch=2)
-    usual = Replay(drafter_by_name("history"), budget=4, batch=2, cost=cost)
-    empty = Replay(Scripted(lambda context, budget: None), batch=2, cost=cost)
-    idle = metered(Scripted(lambda context, budget: None), cost)
-    nothing = Replay(idle, batch=2)
-    for one in steps:
-        for replay in (own, usual, empty, nothing):
-            replay.play(one, one.requests())
-        whole, plain = whole + inside.settle(), plain + idle.settle().pass_seconds
-    assert plain / whole.pass_seconds == pytest.approx(usual.result().projected_speedup)
-    assert whole.tokens_per_forward == usual.result().tokens_per_forward > 1.5
-    assert empty.result().projected_speedup == 1.0
-    assert inside.settle() == Account(), "an account is closed when it is given"
+    replay = Replay(drafter_by_name("history"), budget=4, batch=2, cost=cost)
+    own = Metered(replay)
+    accounts = [own.play(one, one.requests()) for one in steps]
+    whole = sum(accounts, Account())
+    assert (whole.pass_seconds, whole.draft_seconds) == (
+        pytest.approx(replay.pass_seconds),
+        pytest.approx(replay.draft_seconds),
+    )
+    assert replay.plain_seconds / whole.pass_seconds == pytest.approx(replay.result().projected_speedup)
+    assert whole.tokens_per_forward == replay.result().tokens_per_forward > 1.5
+    assert [account.tokens for account in accounts] == [20, 20, 20], "each step has an account of its own"
+    assert accounts[2].tokens_per_forward > accounts[0].tokens_per_forward
 
 
 def test_every_call_that_the_policy_waits_for_is_on_the_account():
     ticks = iter(range(100))
-    inside = metered(Scripted(lambda context, budget: None), LinearCost(0, 0, 1), clock=lambda: next(ticks))
-    Replay(inside).play(step(0, [1, 2]), step(0, [1, 2]).requests())
-    # start, 2 x (propose, commit), finish, on_weights
-    assert inside.settle().draft_seconds == 7.0
-
-
-def test_a_drafter_that_works_meanwhile_still_does():
-    heard = []
-
-    class Ahead(Scripted):
-        def verifying(self, drafts):
-            heard.append(len(drafts))
-
-    cost = LinearCost(0, 0, 1)
-    assert not isinstance(metered(Scripted(oracle(TEN)), cost), Prefetcher)
-    Replay(metered(Ahead(oracle(TEN)), cost), budget=4).play(step(0, TEN), step(0, TEN).requests())
-    assert heard == [1, 1]
+    replay = Replay(Scripted(lambda context, budget: None), cost=LinearCost(0, 0, 1), clock=lambda: next(ticks))
+    found = Metered(replay).play(step(0, [1, 2]), step(0, [1, 2]).requests())
+    # start; twice propose, and commit with finish, which the clock is also read between; on_weights
+    assert found.draft_seconds == 1 + 2 * (1 + 2) + 1
 
 
 # The judgement
@@ -230,6 +214,19 @@ def test_the_time_that_drafting_takes_counts(tmp_path):
     tuned = tune_traces([trace], cost=str(tmp_path / "times.json"), drafters=["history"], budgets=[8]).together
     assert tuned.candidates[1].tokens_per_forward > 3
     assert tuned.final == NOTHING
+
+
+def test_an_adaptive_budget_drafts_as_a_run_does(tune):
+    def wrong(context, budget):
+        return [1] * budget
+
+    options = {"budgets": [16], "clock": "processor"}
+    fixed, adaptive = (
+        tune([TEN * 6] * 6, wrong, DEAR, budget=mode, **options).together for mode in ("fixed", "adaptive")
+    )
+    assert fixed.candidates[1].speedup < 0.1, "all of it is verified, at the price of a pass each"
+    assert adaptive.candidates[1].speedup > 0.9, "what does not pay is not"
+    assert fixed.final == adaptive.final == NOTHING
 
 
 def test_several_traces_are_judged_each_and_together(tmp_path):

@@ -38,6 +38,10 @@ def tune(
     budgets: Annotated[
         str, typer.Option(metavar="N,N", help="Most tokens drafted for a request, to try.")
     ] = "2,4,8,16",
+    budget_mode: Annotated[
+        Literal["fixed", "adaptive"],
+        typer.Option(help="Verify all that is drafted, or what pays by --cost, as a run does by default."),
+    ] = "fixed",
     batch: Annotated[
         int | None, typer.Option(min=1, help="Requests at a time; as recorded: all of a step.", show_default=False)
     ] = None,
@@ -115,6 +119,7 @@ def tune(
             drafters=names,
             soft=soft or [],
             budgets=_whole_numbers(budgets),
+            budget=budget_mode,
             batch=batch,
             phases=None if phases is None else given.phases(phases),
             devices=devices,

@@ -1,16 +1,15 @@
-"""A drafter that keeps account: every call is timed, and every pass that verifies its drafts is priced."""
+"""What replayed steps came to: seconds of passes and of drafting, tokens and passes, one account a step."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
-from paceline.drafters.base import Drafter, Prefetcher
 from paceline.report.metrics import ratio
-from paceline.schema import Draft, Outcome, Rollout, RolloutRequest
-from paceline.simulate.cost import Cost
+from paceline.schema import RolloutRequest
+from paceline.simulate.logs import Step
+from paceline.simulate.replay import Replay
 
 Clock = Literal["wall", "processor"]
 #: What drafting can be timed by.
@@ -45,6 +44,10 @@ class Account(msgspec.Struct, frozen=True):
         mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return Account(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
+    def __sub__(self, other: "Account") -> "Account":
+        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return Account(*(a - b for a, b in zip(mine, theirs, strict=True)))
+
     @property
     def tokens_per_forward(self) -> float:
         """Emitted tokens by row-forward."""
@@ -52,76 +55,23 @@ class Account(msgspec.Struct, frozen=True):
 
 
 class Metered:
-    """``drafters.base.Drafter`` around another that drafts; each pass is priced by ``cost`` when it is committed.
+    """A replay that is settled step by step. It has a cost of passes, and the clock of drafting."""
 
-    ``settle`` gives what happened since it was called last. Prefer ``metered``, which keeps what a prefetcher offers.
-    """
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self._before = Account()
 
-    def __init__(self, drafter: Drafter, cost: Cost, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._drafter = drafter
-        self._cost = cost
-        self._clock = clock
-        self._lengths: dict[str, int] = {}
-        self._account = Account()
-
-    def settle(self) -> Account:
-        """The account since the last call, which a new one follows."""
-        done, self._account = self._account, Account()
-        return done
-
-    def start(self, requests: Sequence[RolloutRequest]) -> None:
-        """Requests become known, with the lengths that their passes read."""
-        self._lengths = {request.request_id: len(request.prompt) for request in requests}
-        with self._timed():
-            self._drafter.start(requests)
-
-    def propose(self, request_ids: Sequence[str], budget: int) -> list[Draft]:
-        """The drafts of the drafter inside."""
-        with self._timed():
-            return self._drafter.propose(request_ids, budget)
-
-    def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """A pass is over: one token of each request and all that was drafted went through the policy."""
-        rows, drafted = len(outcomes), sum(outcome.drafted for outcome in outcomes)
-        cached = sum(self._lengths[outcome.request_id] for outcome in outcomes)
-        for outcome in outcomes:
-            self._lengths[outcome.request_id] += len(outcome.tokens)
-        self._account += Account(
-            pass_seconds=self._cost.seconds(rows, rows + drafted, cached),
-            tokens=sum(len(outcome.tokens) for outcome in outcomes),
-            row_forwards=rows,
+    def play(self, step: Step, requests: Sequence[RolloutRequest]) -> Account:
+        """Replay a step; what it came to."""
+        replay = self._replay
+        replay.play(step, requests)
+        tokens, forwards, drafted = replay.counts
+        whole = Account(
+            pass_seconds=replay.pass_seconds,
+            draft_seconds=replay.draft_seconds,
+            tokens=tokens,
+            row_forwards=forwards,
             drafted=drafted,
         )
-        with self._timed():
-            self._drafter.commit(outcomes)
-
-    def finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Responses are complete."""
-        with self._timed():
-            self._drafter.finish(rollouts)
-
-    def on_weights(self, version: int) -> None:
-        """The policy moved on."""
-        with self._timed():
-            self._drafter.on_weights(version)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = self._clock()
-        yield
-        self._account += Account(draft_seconds=self._clock() - started)
-
-
-class _MeteredPrefetcher(Metered):
-    """The same around a drafter that works while the policy verifies; only what is waited for is timed."""
-
-    def verifying(self, drafts: Sequence[Draft]) -> None:
-        """The pass begins."""
-        assert isinstance(self._drafter, Prefetcher)
-        self._drafter.verifying(drafts)
-
-
-def metered(drafter: Drafter, cost: Cost, clock: Callable[[], float] = time.perf_counter) -> Metered:
-    """``drafter`` with an account, and with ``verifying`` where it has that."""
-    kind = _MeteredPrefetcher if isinstance(drafter, Prefetcher) else Metered
-    return kind(drafter, cost, clock)
+        before, self._before = self._before, whole
+        return whole - before

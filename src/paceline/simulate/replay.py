@@ -96,7 +96,7 @@ class Replay:
         self._other_seconds += self.clock() - started
 
     def _left(self, running: list[Row]) -> list[Row]:
-        """The rows that go on. With a controller an engine's order decides between equal nodes: the last row moves up."""
+        """The rows that go on; with a controller in an engine's order, which decides between equal nodes."""
         if self._budgeted is None:
             return [row for row in running if not row.is_done]
         for row in [row for row in running if row.is_done]:
@@ -114,6 +114,11 @@ class Replay:
     def passes(self) -> Counter[Kind]:
         """Passes of each kind, where there is a controller: with drafts, as probes, and without."""
         return Counter() if self._budgeted is None else self._budgeted.passes
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens emitted, row-forwards and tokens drafted so far."""
+        return self._all.tokens, self._all.forwards, self._all.drafted
 
     def _forward(self, running: list[Row], *, drains: bool) -> bool:
         """One pass; whether a rollout completed in it. ``drains`` says that a slot is empty and nobody waits for it."""

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.drafters.base import Drafter
 from paceline.schema import PacelineError
+from paceline.simulate.budgeted import adaptive_controller
 from paceline.simulate.chosen import drafter_section, settings_tree, vllm_settings, vllm_soft_settings
 from paceline.simulate.confirmed import NOTHING, Choice, Ledger, Steps
 from paceline.simulate.cost import PRESETS, plain_passes
@@ -16,7 +17,7 @@ from paceline.simulate.engines import scaling
 from paceline.simulate.files import Warn
 from paceline.simulate.lengths import Requests
 from paceline.simulate.logs import Step, read_steps, trace_name
-from paceline.simulate.metered import CLOCKS, Account, Clock, Metered, metered
+from paceline.simulate.metered import CLOCKS, Account, Clock, Metered
 from paceline.simulate.replay import Replay
 from paceline.simulate.rlstep import Phases
 from paceline.simulate.softcurves import SoftCurve, load_soft
@@ -24,6 +25,7 @@ from paceline.simulate.stepphases import recorded_phases
 from paceline.simulate.steptime import MeasuredStepTime, StepTime
 from paceline.simulate.tuned import Tuned, Tuning, judge
 
+Mode = Literal["fixed", "adaptive"]
 #: Fewest steps of a trace: one to choose on, and two held out, without which there is no interval.
 FEWEST_STEPS = 3
 
@@ -40,6 +42,7 @@ def tune_traces(
     drafters: Sequence[str] = ("history", "prompt_lookup"),
     soft: Sequence[str] = (),
     budgets: Sequence[int] = (2, 4, 8, 16),
+    budget: Mode = "fixed",
     batch: int | None = None,
     phases: Phases | None = None,
     devices: int = 1,
@@ -54,10 +57,11 @@ def tune_traces(
     """Replay every drafter with every budget, and nothing drafted, on each trace; choose, and confirm the choice.
 
     ``cost`` is what ``load_cost`` takes, ``drafters`` names that ``build`` takes, ``soft`` what ``load_soft`` takes,
-    ``batch`` requests at a time (None: a step's). ``phases`` are a step's others on all ``devices`` (None: those that a
-    run recorded, if ``cost`` was measured as well); each device has an engine, or trains. What the choice gains is told
-    by the last steps of each trace, the share ``held_out`` of them, which have no part in it. ``clock`` times drafting:
-    ``processor`` counts this process's seconds on all its threads, whatever else the machine does. Raises
+    ``batch`` requests at a time (None: a step's). ``budget`` fixed verifies every drafted token; adaptive drafts as a
+    run does unless told otherwise, by what passes cost. ``phases`` are a step's others on all ``devices`` (None: those
+    that a run recorded, if ``cost`` was measured as well); each device has an engine, or trains. What the choice gains
+    is told by the last steps of each trace, the share ``held_out`` of them, which have no part in it. ``clock`` times
+    drafting: ``processor`` counts this process's seconds on all its threads, whatever else the machine does. Raises
     PacelineError, one line, for input that cannot be used.
     """
     names, lengths = list(dict.fromkeys(drafters)), sorted(set(budgets))
@@ -80,7 +84,18 @@ def tune_traces(
     found: dict[str, Tuned] = {}
     for path, own in zip(traces, others, strict=True):
         meters = {
-            Choice(name, budget): metered(build(name), step_time, CLOCKS[clock]) for name in names for budget in lengths
+            Choice(name, most): Metered(
+                Replay(
+                    build(name),
+                    most,
+                    batch,
+                    cost=step_time,
+                    controller=adaptive_controller() if budget == "adaptive" else None,
+                    clock=CLOCKS[clock],
+                )
+            )
+            for name in names
+            for most in lengths
         }
         ledger, scales = _replayed(path, meters, curves, lengths, step_time, batch, tokenizer, warn, devices)
         steps = len(ledger[NOTHING])
@@ -127,6 +142,7 @@ def tune_traces(
         mode=step_time.mode,
         cost=step_time.source,
         batch=batch,
+        budget=budget,
         held_out=held_out,
         clock=clock,
         phases=None if None in others else "as given" if phases is not None else "as recorded",
@@ -185,7 +201,6 @@ def _replayed(
 
     Plain decoding is the first.
     """
-    replays = {choice: Replay(meter, choice.budget, batch) for choice, meter in meters.items()}
     soft = {Choice(curve.name, budget): curve for curve in curves for budget in curve.lengths(budgets)}
     ledger: Ledger = {NOTHING: [], **{choice: [] for choice in [*meters, *soft]}}
     scales: dict[Choice, list[tuple[float, ...]]] = {choice: [] for choice in ledger}
@@ -197,13 +212,12 @@ def _replayed(
             ledger[NOTHING].append(_plain(step, step_time, batch))
         except PacelineError as error:
             raise PacelineError(f"{place}: {error} (--batch)") from None
-        for choice in [*replays, *soft]:
+        for choice in [*meters, *soft]:
             try:
                 if choice in soft:
                     account = soft[choice].account(step, choice.budget, step_time, batch)
                 else:
-                    replays[choice].play(step, requests)
-                    account = meters[choice].settle()
+                    account = meters[choice].play(step, requests)
             except PacelineError as error:
                 raise PacelineError(f"{place}, {choice}: {error}") from None
             ledger[choice].append(account)

@@ -83,6 +83,7 @@ class Tuning(msgspec.Struct, kw_only=True):
     mode: Mode
     cost: str
     batch: int | None
+    budget: str
     held_out: float
     clock: Clock
     phases: str | None
