@@ -224,14 +224,23 @@ def test_passes_of_every_engine_are_the_rooflines(written, open_page):
 
 
 def test_passes_between_measured_ones_are_as_they_were_measured(tmp_path, open_page):
-    table = [
-        [rows, rows * each, 0.01 + 0.001 * rows * each + 0.0004 * rows] for rows in (1, 3, 10) for each in (1, 4, 9)
+    points = [
+        {"rows": rows, "tokens": rows * each, "seconds": [0.01 + 1e-3 * rows * each + 4e-4 * rows + per * held**0.5]}
+        | {"kv_tokens": rows * held}
+        for rows, per in ((1, 1e-4), (3, 2e-4), (10, 1e-3))
+        for each in (1, 4, 9)
+        for held in (64, 1024)
     ]
-    (tmp_path / "table.json").write_text(json.dumps(table))
+    (tmp_path / "table.json").write_text(json.dumps({"points": points}))
     step = MeasuredStepTime.load(str(tmp_path / "table.json"))
     write_page(tmp_path / "page.html", start(scenario=msgspec.structs.replace(SMALL, slots=8)), step)
     page = open_page(tmp_path / "page.html")
-    places = [(rows, rows * each, 0) for rows in range(1, 11) for each in range(1, 18)]
+    places = [
+        (rows, rows * each, rows * held)
+        for rows in range(1, 11)
+        for each in range(1, 18)
+        for held in (0, 64, 300, 5000)
+    ]
     found = page.evaluate(
         """(places) => {
             const time = law.stepTime(JSON.parse(document.getElementById("data").textContent), {});
@@ -368,4 +377,7 @@ def test_a_page_that_cannot_be_is_refused_in_one_line(tmp_path):
         page_data(start(), RECKONED)
     with pytest.raises(PacelineError, match=r"--html .*cannot be written"):
         write_page(tmp_path / "no" / "page.html", start(), MEASURED)
+    (tmp_path / "table.json").write_text("[[1, 1, 0.1]]")
+    with pytest.raises(PacelineError, match="tells no pass of 17 tokens a row"):
+        page_data(start(), MeasuredStepTime.load(str(tmp_path / "table.json")))
     assert not re.search(r"https?://", render(start(), MEASURED))

@@ -37,22 +37,28 @@ const law = (() => {
       Math.max(moved * (kv + tokens), (sums * tokens * kv) / rows);
   }
 
-  /** Measured passes: a table by rows and tokens a row, and seconds a cached token. */
+  /** Measured passes: a table by cached tokens a row, rows, and tokens a row, with lines in between. */
   function measured(table) {
-    const { rows: knots, each, seconds, kv: perCached } = table;
-    return (rows, tokens, kv) => {
-      const perRow = tokens / rows;
+    const { rows: knots, each, contexts, seconds } = table;
+    const among = (plane, rows, perRow) => {
       let high = 0;
       while (high < knots.length - 1 && knots[high] < rows) high++;
       const low = Math.max(0, high - 1);
-      const above = line(each, seconds[high], perRow);
-      const share = low < high ? (rows - knots[low]) / (knots[high] - knots[low]) : 1;
-      const below = share < 1 ? line(each, seconds[low], perRow) : above;
-      return below + (above - below) * share + perCached * kv;
+      const above = line(each, plane[high], perRow);
+      if (low === high || knots[high] === rows) return above;
+      const below = line(each, plane[low], perRow);
+      return below + ((above - below) * (rows - knots[low])) / (knots[high] - knots[low]);
+    };
+    const known = new Map();
+    return (rows, tokens, kv) => {
+      const place = rows * 1e6 + tokens;
+      let by = known.get(place);
+      if (!by) known.set(place, (by = seconds.map((plane) => among(plane, rows, tokens / rows))));
+      return line(contexts, by, kv / rows);
     };
   }
 
-  /** A step time that remembers, for whole rows and tokens, all but the part of the caches. */
+  /** The step time of a choice of engine, or the one that was measured. */
   function stepTime(data, choice) {
     if (data.mode === "measured") return measured(data.table);
     const engine = engineOf(data, choice);
