@@ -12,7 +12,7 @@ from paceline.simulate.recorded import Recording, acceptance
 from paceline.simulate.run import replay_traces
 from sample_run import make_record
 
-#: Two steps of two prompts with two answers each; the second repeats the first, which a history drafts from.
+#: Two steps of two prompts with two answers each; the second says a token more, and a history drafts it from the first.
 SAID = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9], [15, 16, 17, 18], [15, 16, 17, 18, 19, 20, 21]]
 
 
@@ -21,11 +21,12 @@ def trace(tmp_path):
     path = tmp_path / "run"
     path.mkdir()
     prompts = [{"prompt_id": n, "task": "t", "tokens": [1 + n, 2, 3]} for n in range(2)]
+    place = {"task": "t", "reward": 0.0}
     rollouts = [
-        {"epoch": step, "step": step, "prompt_id": n // 2, "sample_idx": n % 2, "reward": 0.0, "tokens": said,
-         "task": "t"}
-        for step in range(2) for n, said in enumerate(SAID)
-    ]  # fmt: skip
+        place | {"epoch": s, "step": s, "prompt_id": n // 2, "sample_idx": n % 2, "tokens": [*said, *[99] * s]}
+        for s in range(2)
+        for n, said in enumerate(SAID)
+    ]
     (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     return path
@@ -38,20 +39,18 @@ def read(trace):
 def test_requests_are_those_of_the_log_the_last_step_first_and_then_drawn_anew(trace):
     recording = read(trace)
     assert len(recording.steps) == 2
-    for seed in (0, 1):
-        assert recording.requests(seed).length_N.tolist() == [6, 5, 4, 7]
-        assert recording.requests(seed).group_N.tolist() == [0, 0, 1, 1]
-    again = recording.requests(2)
-    pairs = [tuple(again.length_N[again.group_N == group].tolist()) for group in np.unique(again.group_N)]
-    assert len(again) == 4
-    assert set(pairs) <= {(6, 5), (4, 7)}
+    assert recording.requests(0).length_N.tolist() == [7, 6, 5, 8]
+    assert recording.requests(1).length_N.tolist() == [6, 5, 4, 7]
+    assert recording.requests(1).group_N.tolist() == [0, 0, 1, 1]
+    seen = {tuple(recording.requests(seed).length_N.tolist()) for seed in range(2, 80, 2)}
+    assert seen == {(7, 6, 5, 8), (5, 8, 7, 6), (7, 6, 7, 6), (5, 8, 5, 8)}
 
 
 def test_a_scenario_tells_what_was_recorded(trace):
     scenario = read(trace).scenario(slots=3, kv_tokens=99, engines=1)
     assert (scenario.prompts, scenario.siblings, scenario.prompt_tokens) == (2, 2, 3)
-    assert (scenario.mean_tokens, scenario.max_tokens, scenario.trace) == (5.5, 7, "run")
-    assert scenario.sigma == pytest.approx(np.log([6, 5, 4, 7]).std())
+    assert (scenario.mean_tokens, scenario.max_tokens, scenario.trace) == (6.0, 8, "run")
+    assert scenario.sigma == pytest.approx(np.log([6, 5, 4, 7, 7, 6, 5, 8]).std())
 
 
 def test_replayed_acceptance_gives_the_tokens_per_forward_of_the_replay(trace):

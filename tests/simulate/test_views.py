@@ -43,6 +43,15 @@ def test_a_certain_draft_of_k_is_k_plus_1_times_as_fast_at_every_batch_and_scale
         assert curve.left_out == []
 
 
+def test_where_no_length_pays_none_is_best_and_an_adaptive_one_is_named_where_it_is_alone():
+    useless = views(SCENARIO, FLAT, drafting(0.0, per_position=1e-3), ["1", "adaptive"], requests=lambda _: ALIKE)
+    assert useless.by_slots.best == ["0"] * 5
+    assert useless.by_slots.best_seconds == useless.by_slots.plain_seconds
+    alone = views(SCENARIO, FLAT, drafting(1.0), ["adaptive"], requests=lambda _: ALIKE).by_engines
+    assert alone.best == ["adaptive"] * 4
+    assert alone.speedup[0][0] > 10
+
+
 def test_plain_seconds_are_waves_of_a_batch_by_hand(seen):
     assert seen.by_slots.at == [1, 2, 4, 8, 16]
     assert seen.by_slots.plain_seconds == pytest.approx([16 * 0.4, 8 * 0.4, 4 * 0.4, 2 * 0.4, 0.4])
@@ -121,10 +130,13 @@ def test_a_large_scenario_is_cut_into_equal_parts_and_says_so(monkeypatch):
 def test_first_groups_are_whole_and_in_the_order_of_the_queue():
     mixed = Requests(np.array([5, 2, 5, 9]), np.ones(4, int), np.array([10, 20, 30, 40]))
     assert first_groups(mixed, 2).length_N.tolist() == [10, 20, 30]
+    assert first_groups(mixed, 1).length_N.tolist() == [10, 30]
 
 
 def test_a_crossing_is_on_the_line_between_points():
     assert crossing([0.0, 1.0, 2.0], [0.5, 0.75, 1.25], 1.0) == 1.5
+    assert crossing([0.0, 1.0], [0.5, 1.0], 1.0) == 1.0
+    assert crossing([0.0, 1.0], [1.0, 1.2], 1.0) is None
     assert crossing([0.0, 1.0], [0.5, 0.9], 1.0) is None
     assert crossing([0.0, 1.0], [1.1, 1.2], 1.0) is None
 

@@ -191,7 +191,7 @@ def simulate(
                     [str(each) for each in lengths],
                     requests=requests,
                     seed=seed,
-                    gpus_per_engine=None if model is None else roofline.layout.gpus,
+                    gpus_per_engine=roofline.layout.gpus if model is not None else tensor if tensor > 1 else None,
                     told=done,
                 )
             show(*view_lines(seen))
