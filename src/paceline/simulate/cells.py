@@ -25,6 +25,10 @@ _GENERATION = {"think": 1.54, "zero": 1.77}
 _STEP = {"think": 1.35, "zero": 1.41}
 
 _H100_STANDS_IN = "passes cost what those of Llama-3.1-8B on an H100 in vLLM do (SpecDecode-Bench)"
+_BY_SIZES = "passes cost what those of Llama-3.1-8B on an H100 in vLLM do, by the sizes of the policy and its head"
+#: Of an H100's bandwidth, and of its matrix products at the shares of their peaks that are reached (66 and 56 %).
+_GB200 = {"memory": 8 / 3.35, "compute": 2.5 * 0.56 / (0.989 * 0.66)}
+_ON_GB200 = "GB200 is an H100 by its bandwidth and matrix products; one GPU an engine"
 _FULL = "all rows run all the time: no tail, no shrinking batch"
 _ENGINES = "512 GPUs in engines of 4, so 32 rows an engine: the engines are those of NeMo-RL's recipe for the model"
 _THEIR_SIMULATOR = "speedups of their simulator are taken as if measured"
@@ -33,7 +37,22 @@ _ROWS, _CONTEXT = 32, 4096
 _SILENT_ROWS = f"{_ROWS} rows an engine: not published"
 _SILENT_CONTEXT = f"{_CONTEXT} cached tokens a row: not published"
 _SILENT = (_H100_STANDS_IN, _SILENT_ROWS, _SILENT_CONTEXT, _FULL)
+_SILENT_NEMO = (_BY_SIZES, _ON_GB200, _SILENT_ROWS, _SILENT_CONTEXT, _FULL)
 _NO_ACCEPTANCE = "not predicted: the acceptance is not published"
+#: GH200 with 96 GB: 4 TB/s; its matrix products are an H100's.
+_SNOWBALL: dict[str, Any] = {"tokens": 2.545, "rows": 16, "drafted": 3, "context": _CONTEXT} | {
+    "policy": "snowball-67b-a2b",
+    "memory": 4 / 3.35,
+    "gpus": 4,
+}
+_SNOWBALL_ASSUMED = (
+    _BY_SIZES,
+    "a node is 4 GH200 of 96 GB that share every weight: the 134 GB fit on no one of them; that is not published",
+    "tokens go to experts evenly, those of one request as well",
+    "drafts of 3 tokens",
+    _SILENT_CONTEXT,
+    _FULL,
+)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +74,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 def _nemo(run: str) -> list[Cell]:
     """The cells of one run of the 8B policy."""
     ngram_tokens, ngram_speedup = {"think": (2.47, 0.5), "zero": (2.05, 0.7)}[run]
+    engine: dict[str, Any] = {"rows": _ROWS, "context": _CONTEXT, "policy": "qwen3-8b"} | _GB200
     return [
         Cell(
             name=f"nemo-8b-{run}/step",
@@ -71,8 +91,8 @@ def _nemo(run: str) -> list[Cell]:
                 source=_NEMO,
                 published=SWEEPS[run][drafted],
                 law="h100_longer",
-                given={"speedup": SWEEPS[run][3], "known": 3, "drafted": drafted, "rows": _ROWS, "context": _CONTEXT},
-                assumed=(*_SILENT, "one acceptance rate at all depths, from the speedup at k = 3"),
+                given={"speedup": SWEEPS[run][3], "known": 3, "drafted": drafted} | engine,
+                assumed=(*_SILENT_NEMO, "one acceptance rate at all depths, from the speedup at k = 3"),
             )
             for drafted in (5, 7)
         ),
@@ -81,8 +101,8 @@ def _nemo(run: str) -> list[Cell]:
             source=_NEMO,
             published=ngram_speedup,
             law="h100_speedup",
-            given={"tokens": ngram_tokens, "rows": _ROWS, "drafted": 3, "context": _CONTEXT, "ngram": True},
-            assumed=(*_SILENT, "drafts of 3 tokens", "which tokens per forward belong to which run"),
+            given={"tokens": ngram_tokens, "drafted": 3, "ngram": True} | engine,
+            assumed=(*_SILENT_NEMO, "drafts of 3 tokens", "which tokens per forward belong to which run"),
         ),
     ]
 
@@ -193,12 +213,13 @@ CELLS: tuple[Cell, ...] = (
         source=_SKYRL,
         published=310.1 / 152.4,
         law="h100_speedup_by_depth",
-        given={"cumulative": [0.886, 0.770, 0.663], "rows": 32, "context": _CONTEXT, "kv_scale": 0.25},
+        given={"cumulative": [0.886, 0.770, 0.663], "rows": 32, "context": _CONTEXT, "policy": "qwen3.5-9b"},
         assumed=(
-            _H100_STANDS_IN,
-            "the MTP head costs what an EAGLE head does",
+            _BY_SIZES,
+            "the policy's widths give the 9.0B parameters and 18 GB that the run's script says",
+            "states of linear attention are written once a drafted token",
+            "passes are captured in graphs (the run's script has enforce_eager, for all runs)",
             "half of the 8192 tokens that may be generated are cached a row",
-            "a cached token is a quarter of Llama's: 8 of 32 layers attend, with 4 heads of 256 (config.json)",
             _FULL,
             "the rollout is all decoding",
         ),
@@ -213,7 +234,8 @@ CELLS: tuple[Cell, ...] = (
             "drafter": 4.0,
             "cumulative": [0.886, 0.770, 0.663],
             "rows": 32,
-            "context": _CONTEXT / 4,
+            "context": _CONTEXT,
+            "policy": "qwen3.5-9b",
         },
         assumed=("as for the rollout", "training the MTP head adds 4.0 s, as published", "the rest stays"),
     ),
@@ -256,8 +278,19 @@ CELLS: tuple[Cell, ...] = (
         source=_MARIN,
         published=1.61,
         law="h100_speedup",
-        given={"tokens": 2.545, "rows": 16, "drafted": 3, "context": _CONTEXT},
-        assumed=(_H100_STANDS_IN, "drafts of 3 tokens", _SILENT_CONTEXT, _FULL),
+        given=_SNOWBALL,
+        assumed=_SNOWBALL_ASSUMED,
+    ),
+    Cell(
+        name="marin/stream-from-plain",
+        source=_MARIN,
+        published=1.61,
+        law="h100_speedup",
+        given=_SNOWBALL | {"plain_seconds": 1 / 96.0},
+        assumed=(
+            *_SNOWBALL_ASSUMED,
+            "a plain pass took what 96 tokens/s a stream say; the law is of what drafts add",
+        ),
     ),
     Cell(
         name="marin/step",
@@ -277,17 +310,18 @@ CELLS: tuple[Cell, ...] = (
         source=f"{_BENCH}: EAGLE, k = 3, batch 1, SGLang, 2.25 tokens per forward",
         published=1.65,
         law="h100_speedup",
-        given={"tokens": 2.25, "rows": 1, "drafted": 3, "context": 250},
-        assumed=("Qwen3-8B in SGLang costs what Llama-3.1-8B in vLLM does", "250 cached tokens"),
+        given={"tokens": 2.25, "rows": 1, "drafted": 3, "context": 250, "policy": "qwen3-8b"},
+        assumed=(_BY_SIZES, "a chain in SGLang costs what it does in vLLM", "250 cached tokens"),
     ),
     Cell(
         name="specdecode-bench/qwen3-8b-gsm8k-tree",
         source=f"{_BENCH}: EAGLE, depth 3, 21 nodes, batch 1, SGLang, 2.92 tokens per forward",
         published=1.85,
         law="h100_speedup",
-        given={"tokens": 2.92, "rows": 1, "drafted": 3, "context": 250, "nodes": 21},
+        given={"tokens": 2.92, "rows": 1, "drafted": 3, "context": 250, "nodes": 21, "policy": "qwen3-8b"},
         assumed=(
-            "Qwen3-8B in SGLang costs what Llama-3.1-8B in vLLM does",
+            _BY_SIZES,
+            "a node costs what it does in runs of Llama-3.1-8B in SGLang (sgl-project/sglang#4247), if those had 64",
             "250 cached tokens",
             "drafting a tree costs what drafting a chain of its depth does",
         ),

@@ -3,30 +3,22 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from paceline.schema import PacelineError
 from paceline.simulate.cells import CELLS, Cell
-from paceline.simulate.cost import LinearCost
-from paceline.simulate.drafting import (
-    Acceptance,
-    DraftCost,
-    Drafting,
-    LinearDraftCost,
-    ShareOfVerify,
-    tokens_per_pass,
-)
+from paceline.simulate.drafting import Acceptance, DraftCost, Drafting, ShareOfVerify, tokens_per_pass
 from paceline.simulate.rlstep import Phases, amdahl, step_speedup
-from paceline.simulate.steptime import MeasuredStepTime, Mode, StepTime, one_mode
+from paceline.simulate.scaled import EAGLE as HEAD
+from paceline.simulate.scaled import LLAMA, NODE, ScaledHead, ScaledLaw
+from paceline.simulate.scaled import policy as known_policy
+from paceline.simulate.steptime import Mode, StepTime, one_mode
 
-_BENCH = "SpecDecode-Bench (arXiv 2601.11580; predictor.py of its simulator): Llama-3.1-8B, one H100, vLLM"
-#: The one measured law of an 8B policy that is public: cached tokens, tokens of the pass, and what every pass takes,
-#: 1.207 ms of it outside the model.
-H100 = MeasuredStepTime(_BENCH, LinearCost(3.92645679e-8, 2.10103129e-5, 5.88590713e-3 + 1.20683946e-3))
-#: Its EAGLE head: measured for drafts of three, taken as three equal passes.
-EAGLE = LinearDraftCost("measured", _BENCH, per_position=2.13526175e-3 / 3, per_kv_token=2.37768493e-9)
+#: The one measured law of an 8B policy that is public, its EAGLE head, and n-grams.
+H100, EAGLE = LLAMA, HEAD
 NGRAM = ShareOfVerify(0.005875, H100)
 
 
@@ -96,17 +88,39 @@ def _law(laws: Mapping[str, Callable[..., float]], cell: Cell) -> Callable[..., 
 
 
 def h100_pass(
-    rows: int, drafted: int, context: float, *, kv_scale: float = 1.0, ngram: bool = False, nodes: int | None = None
+    rows: int,
+    drafted: int,
+    context: float,
+    *,
+    policy: str = "llama-3.1-8b",
+    memory: float = 1.0,
+    compute: float = 1.0,
+    gpus: int = 1,
+    ngram: bool = False,
+    nodes: int | None = None,
+    plain_seconds: float | None = None,
 ) -> float:
     """A pass with drafts, proposing them included, in plain passes, by the measured law of Llama-3.1-8B on an H100.
 
-    ``context`` cached tokens a row; ``kv_scale`` another policy's cache a token / Llama's; ``nodes`` verified a row
-    where that is not the depth that was drafted (a tree).
+    The law is that of ``policy`` on GPUs of ``memory`` and ``compute`` times an H100's (``scaled``). ``context`` cached
+    tokens a row; ``nodes`` verified a row as a tree, for which ``drafted`` is its depth; ``plain_seconds`` is a plain
+    pass where that was measured, so that only what drafting adds is the law's.
     """
-    cached = rows * context * kv_scale
-    proposer: DraftCost = NGRAM if ngram else EAGLE
-    verify = H100.seconds(rows, rows * (1 + (drafted if nodes is None else nodes)), cached)
-    return (verify + (proposer.seconds(rows, drafted, cached) if drafted else 0.0)) / H100.seconds(rows, rows, cached)
+    law, head = _laws(policy, memory, compute, gpus)
+    cached = rows * context
+    plain = law.seconds(rows, rows, cached)
+    verify = law.seconds(rows, rows * (1 + drafted), cached) if nodes is None else plain + NODE * rows * nodes
+    if ngram:
+        added = verify * (1 + NGRAM.share) - plain
+    else:
+        added = verify + (head.seconds(rows, drafted, cached) if drafted else 0.0) - plain
+    return 1 + added / (plain if plain_seconds is None else plain_seconds)
+
+
+@cache
+def _laws(policy: str, memory: float, compute: float, gpus: int) -> tuple[ScaledLaw, ScaledHead]:
+    shape = known_policy(policy)
+    return ScaledLaw(shape, memory=memory, compute=compute, gpus=gpus), ScaledHead(shape, memory=memory)
 
 
 def h100_speedup(tokens: float, rows: int, drafted: int, context: float, **other: Any) -> float:
@@ -127,19 +141,21 @@ def h100_speedup_of_kept(kept: Sequence[float], rows: int, context: float) -> fl
     return h100_speedup(tokens, rows, drafted, context)
 
 
-def h100_step(plain: dict[str, float], drafter: float, cumulative: Sequence[float], rows: int, context: float) -> float:
+def h100_step(
+    plain: dict[str, float], drafter: float, cumulative: Sequence[float], rows: int, context: float, **other: Any
+) -> float:
     """A synchronous step from acceptance alone: generation by the law, the drafter's training added."""
     phases = Phases(**plain)
-    return step_speedup(phases, phases.drafted(h100_speedup_by_depth(cumulative, rows, context), drafter))
+    return step_speedup(phases, phases.drafted(h100_speedup_by_depth(cumulative, rows, context, **other), drafter))
 
 
-def h100_longer(speedup: float, known: int, drafted: int, rows: int, context: float) -> float:
+def h100_longer(speedup: float, known: int, drafted: int, rows: int, context: float, **other: Any) -> float:
     """Generation at draft length ``drafted`` from that at length ``known``: the law gives the tokens a pass there, and
     the constant rate that gives those is kept. Raises PacelineError where no rate gives them.
     """
-    tokens = speedup * h100_pass(rows, known, context)
+    tokens = speedup * h100_pass(rows, known, context, **other)
     draws = Drafting(Acceptance.tokens_per_forward(tokens, known), EAGLE)
-    return h100_speedup(tokens_per_pass(draws, drafted), rows, drafted, context)
+    return h100_speedup(tokens_per_pass(draws, drafted), rows, drafted, context, **other)
 
 
 def step_of_generation(plain: dict[str, float], speedup: float, drafter: float = 0.0) -> float:
