@@ -8,9 +8,12 @@ second says what drafting takes and what share of the tokens asked for is drafte
 The simulator is given step times by rows and tokens (`paceline.rl.profile`, half of the passes before and half behind
 the rounds), what reading a prompt adds to a pass, the seconds of drafting of the second round, less those of the
 profile's own drafts of random tokens, which its passes hold already, and of a judged round the lengths of responses
-and the law of kept tokens, but no seconds. Prompts are read beside decoding here, which the simulator does not model,
-so requests are given to it as read and the reading is added. With `--clock processor` all seconds are the process's
-own, which leaves out what other processes of a busy machine take; all is done by one thread.
+and the law of kept tokens, but no seconds. What verifying trees and keeping tokens takes beyond the profile's chains is
+measured with a drafter that was told what comes (`kept_drafts.py`). How far requests differ in what is kept is
+estimated from the same counts as the law, of all judged rounds. Prompts are read beside decoding here, by passes that
+the profile has no times of, so requests are given to the simulator as read, and reading is added. With
+`--clock processor` all seconds are the process's own, which leaves out what other processes of a busy machine take; all
+is done by one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/simulate_here.py [--batches 1,8,32] [--drafted 1,3,7,15] [--clock processor]
 """
@@ -21,12 +24,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from hybrid import trained_head, traits
+from kept_drafts import Teller, beyond, noted, verifying
+from simulated_rounds import Thinned, Together, conditional_rates, draft_cost, drawn, pooled, tests_of
+from simulated_rounds import played as played
 
 from paceline.config import BudgetConfig, Config, EngineConfig, PolicyConfig, SentinelConfig
 from paceline.drafters import HistoryDrafter
@@ -40,16 +46,11 @@ from paceline.rl.probes import Point
 from paceline.rl.profile import profile
 from paceline.rl.tasks.text_to_sql import TextToSql
 from paceline.schema import Rollout, RolloutRequest, SamplingParams, Tokens, derive_seed
-from paceline.simulate.batching import Limits
-from paceline.simulate.cost import MeasuredCost
-from paceline.simulate.drafting import Acceptance, Drafting, LinearDraftCost
-from paceline.simulate.draftlength import Fixed
-from paceline.simulate.lengths import Requests
-from paceline.simulate.rollout import rollout
-from paceline.simulate.steptime import MeasuredStepTime, Mode, StepTime
+from paceline.simulate.drafting import DraftCost
+from paceline.simulate.spread import estimate
+from paceline.simulate.steptime import StepTime
 
 POLICY = Path(__file__).parents[1] / "examples" / "policies" / "sql-1m"
-DRAWS = 16
 READINGS = 12
 #: Passes, about, in which a request is drafted for by the profile's drafter.
 PROBES = 12
@@ -65,13 +66,15 @@ class Judged:
     rates: list[float]
     tokens_per_forward: float
     passes: int
+    spread: float = 0.0
 
 
 @dataclass
 class Measured:
     """A cell. ``passes`` are (rows, drafted tokens, seconds of drafting) of the second round, pass by pass.
 
-    ``held`` are such passes with the profile's drafter: what the step times hold of drafting.
+    ``held`` are such passes with the profile's drafter: what the step times hold of drafting. ``told`` are passes with
+    a drafter that was told what comes, their seconds those of all but drafting.
     """
 
     side: str
@@ -80,6 +83,7 @@ class Measured:
     passes: list[tuple[int, int, float]]
     rounds: list[Judged]
     held: list[tuple[int, int, float]]
+    told: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -95,6 +99,9 @@ class Predicted:
     measured_passes: float
     predicted_passes: float
     errors: list[float]
+    #: Of the requests' log odds, and judged rounds whose passes are within the middle 90 % of those simulated.
+    spread: float = 0.0
+    within: int = 0
 
     @property
     def error(self) -> float:
@@ -130,29 +137,16 @@ def requests_of(prompts: Sequence[Tokens], batch: int, number: int, max_tokens: 
     ]
 
 
-def conditional_rates(rollouts: Sequence[Rollout], drafted: int) -> list[float]:
-    """P(drafted token d + 1 is kept, given that d are), by depth, of all row-forwards, those without a draft too.
-
-    A response that ends on a drafted token, or where it is as long as it may be, says nothing of what would have come
-    behind it (Kaplan and Meier 1958).
-    """
-    accepted, tested = np.zeros(drafted), np.zeros(drafted)
-    for one in rollouts:
-        # Every forward but one that ends on a drafted token emits a token of the policy's own.
-        ends_on_draft = int(one.accept_lengths.sum()) + len(one.accept_lengths) > len(one.tokens)
-        is_cut = ends_on_draft or one.finish_reason == "length"
-        for number, count in enumerate(one.accept_lengths.tolist()):
-            accepted[:count] += 1
-            tested[: count + (not is_cut or number + 1 < len(one.accept_lengths))] += 1
-    return [float(a / t) if t else 0.0 for a, t in zip(accepted, tested, strict=True)]
-
-
-def watched(engine: HFEngine, requests: Sequence[RolloutRequest]) -> list[tuple[int, int, float]]:
-    """Decode, and note (rows, drafted tokens, seconds of drafting) of every pass."""
+def watched(
+    engine: HFEngine, requests: Sequence[RolloutRequest], done: list[Rollout] | None = None
+) -> list[tuple[int, int, float]]:
+    """Decode, and note (rows, drafted tokens, seconds of drafting) of every pass; ``done`` gets the rollouts."""
     engine.submit(requests)
     passes, before = [], engine.stats()
     while engine.busy:
-        engine.step()
+        ended = engine.step()
+        if done is not None:
+            done.extend(ended)
         after = engine.stats()
         passes.append(
             (
@@ -178,16 +172,27 @@ def measure(
     policy: Policy, side: str, make: Make, batch: int, drafted: int, prompts: Sequence[Tokens], rounds: int, most: int
 ) -> Measured:
     """The rounds of a cell."""
-    engine = engine_of(policy, make(), batch, drafted)
+    drafter, second = make(), list[Rollout]()
+    engine = engine_of(policy, drafter, batch, drafted)
     engine.generate(requests_of(prompts, batch, 0, most))
-    passes = watched(engine, requests_of(prompts, batch, 1, most))
+    shapes = noted(drafter)
+    passes = watched(engine, requests_of(prompts, batch, 1, most), second)
+    shapes = list(shapes)
     found = Measured(side, batch, drafted, passes, [], probed(policy, batch, drafted, prompts) if drafted else [])
+    if drafted:
+        said = {one.request_id: one.tokens for one in second}
+        kept = [int(count) for one in second for count in one.accept_lengths]
+        teller = engine_of(policy, Teller(len(policy.tokenizer), drafted, said, shapes, kept), batch, drafted)
+        found.told = verifying(teller, requests_of(prompts, batch, 1, most))
+        teller.close()
+    counts: list[tuple[list[list[int]], list[list[int]]]] = []
     for number in range(2, 2 + rounds):
         requests = requests_of(prompts, batch, number, most)
         before = engine.stats().forwards
         began = time.perf_counter()
         rollouts = engine.generate(requests)
         seconds = time.perf_counter() - began
+        counts.append(tests_of(rollouts, drafted))
         found.rounds.append(
             Judged(
                 seconds,
@@ -199,6 +204,9 @@ def measure(
         )
     assert not engine.stats().events.get("drafter_lost"), engine.stats().events
     engine.close()
+    if drafted and rounds:
+        spread = estimate(*([one for part in parts for one in part] for parts in zip(*counts, strict=True)))
+        found.rounds = [replace(one, spread=spread) for one in found.rounds]
     return found
 
 
@@ -218,68 +226,34 @@ def reading(policy: Policy, batch: int, prompts: Sequence[Tokens]) -> float:
 # What is predicted
 
 
-class Thinned:
-    """A step time of passes for which fewer tokens are drafted than asked for: ``share`` of them, evenly."""
-
-    def __init__(self, step: StepTime, share: float) -> None:
-        self.mode: Mode = step.mode
-        self.source = step.source
-        self._step, self._share = step, share
-
-    def seconds(self, rows: int, tokens: int, kv_tokens: float) -> float:
-        """Seconds of the pass that is verified where ``tokens`` were asked for."""
-        return self._step.seconds(rows, rows + (tokens - rows) * self._share, kv_tokens)
-
-
-def draft_cost(
-    passes: Sequence[tuple[int, int, float]], drafted: int, held: Sequence[tuple[int, int, float]] = ()
-) -> LinearDraftCost:
-    """Seconds of drafting as a constant and a part a row, by least squares; neither is below 0.
-
-    What ``held`` takes for the same rows, also a line, is taken off first.
-    """
-    rows, _, seconds = np.array(passes, dtype=np.float64).T
-    if held:
-        before = draft_cost(held, drafted)
-        seconds = np.maximum(seconds - [before.seconds(int(count), drafted, 0.0) for count in rows], 0.0)
-    per_row, fixed = np.polyfit(rows, seconds, 1) if len(set(rows.tolist())) > 1 else (0.0, seconds.mean())
-    if per_row < 0:
-        per_row, fixed = 0.0, seconds.mean()
-    elif fixed < 0:
-        per_row, fixed = float(rows @ seconds / (rows @ rows)), 0.0
-    source = f"measured here, drafts of {drafted}, another round"
-    return LinearDraftCost("measured", source, fixed=float(fixed), per_row=float(per_row))
-
-
-def played(
-    lengths: Sequence[int],
-    batch: int,
-    drafted: int,
-    rates: Sequence[float],
-    step: StepTime,
-    cost: LinearDraftCost | None,
-) -> tuple[float, float]:
-    """Seconds and passes of requests whose prompts are read, the mean over draws. ``cost``: of drafts, if any."""
-    count = len(lengths)
-    requests = Requests(np.arange(count), np.ones(count, np.int64), np.array(lengths))
-    draft = None if cost is None else Drafting(Acceptance(rates), cost)
-    draws = [
-        rollout(requests, step, draft, Fixed(drafted), limits=Limits(slots=batch), seed=seed)
-        for seed in range(DRAWS if draft else 1)
+def cost_of(cell: Measured, step: StepTime) -> DraftCost | None:
+    """Seconds of drafts, and of verifying and keeping them beyond the profile's passes; None where there are none."""
+    if not cell.drafted:
+        return None
+    cost = draft_cost(cell.passes, cell.drafted, cell.held)
+    if not cell.told:
+        return cost
+    # The profile's passes hold the drafting of its own drafts, which these do not.
+    own = [(rows, 0, draft_cost(cell.held, cell.drafted).seconds(rows, 1, 0.0)) for rows, _, _ in cell.told]
+    more = [
+        (rows, 0, seconds + held) for (rows, _, seconds), (_, _, held) in zip(beyond(cell.told, step), own, strict=True)
     ]
-    return statistics.fmean(draw.seconds for draw in draws), statistics.fmean(draw.passes for draw in draws)
+    return Together(cost, draft_cost(more, cell.drafted))
 
 
 def predict(cell: Measured, step: StepTime, reading_seconds: float) -> Predicted:
     """The simulator's seconds of every judged round. ``reading_seconds``: what a batch of prompts adds to a pass."""
     row_forwards, drafted, _ = np.array(cell.passes, dtype=np.float64).sum(axis=0)
     share = drafted / (row_forwards * cell.drafted) if cell.drafted else 0.0
-    cost = draft_cost(cell.passes, cell.drafted, cell.held) if cell.drafted else None
-    found, passes = [], []
+    cost = cost_of(cell, step)
+    found, passes, within = [], [], 0
     for one in cell.rounds:
-        seconds, count = played(one.lengths, cell.batch, cell.drafted, one.rates, Thinned(step, share), cost)
-        found.append(seconds + reading_seconds * len(one.lengths) / cell.batch)
-        passes.append(count)
+        draws = drawn(one.lengths, cell.batch, cell.drafted, one.rates, Thinned(step, share), cost, one.spread)
+        reading = reading_seconds * len(one.lengths) / cell.batch
+        found.append(statistics.fmean(draw.seconds for draw in draws) + reading)
+        passes.append(statistics.fmean(draw.passes for draw in draws))
+        low, high = np.quantile([draw.passes for draw in draws], (0.05, 0.95))
+        within += bool(low <= one.passes <= high)
     measured = [one.seconds for one in cell.rounds]
     return Predicted(
         cell.side,
@@ -291,16 +265,9 @@ def predict(cell: Measured, step: StepTime, reading_seconds: float) -> Predicted
         statistics.median(one.passes for one in cell.rounds),
         statistics.median(passes),
         [p / m - 1 for p, m in zip(found, measured, strict=True)],
+        cell.rounds[0].spread,
+        within,
     )
-
-
-def pooled(points: Sequence[Point]) -> MeasuredStepTime:
-    """Step times of all passes that were measured."""
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for point in points:
-        seconds.setdefault((point.rows, point.tokens), []).extend(point.seconds)
-    cost = MeasuredCost((*place, found) for place, found in seconds.items())
-    return MeasuredStepTime("profiled here", cost)
 
 
 def rows_of(batches: Sequence[int]) -> list[int]:
@@ -349,20 +316,26 @@ def show(found: Sequence[Predicted]) -> None:
     """The table, and how far off the predictions are; the speedups are over plain decoding of the same batch."""
     plain = {one.batch: one for one in found if one.side == "plain"}
     print(
-        "| drafter | batch | drafted | tokens a forward | seconds | predicted | error | of rounds "
+        "| drafter | batch | drafted | tokens a forward | spread | seconds | predicted | error | of rounds "
         "| passes | predicted | times as fast | predicted |"
     )
-    print("|---|" + 11 * "---:|")
+    print("|---|" + 12 * "---:|")
     for one in found:
         base = plain[one.batch]
         print(
-            f"| {one.side} | {one.batch} | {one.drafted} | {one.tokens_per_forward:.2f} | {one.measured:.3f} | "
+            f"| {one.side} | {one.batch} | {one.drafted} | {one.tokens_per_forward:.2f} | {one.spread:.2f} | "
+            f"{one.measured:.3f} | "
             f"{one.predicted:.3f} | {one.error:+.1%} | {min(one.errors):+.1%} to {max(one.errors):+.1%} | "
             f"{one.measured_passes:.0f} | {one.predicted_passes:.0f} | "
             f"{base.measured / one.measured:.2f} | {base.predicted / one.predicted:.2f} |"
         )
     errors = [abs(one.error) for one in found]
     print(f"\n{len(found)} cells: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    drafted = [one for one in found if one.drafted]
+    rounds = sum(len(one.errors) for one in drafted)
+    if rounds:
+        within = sum(one.within for one in drafted)
+        print(f"{within} of {rounds} rounds with drafts took as many passes as the middle 90 % of those simulated")
 
 
 def tell_time_by(clock: Callable[[], float]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import kept_drafts
 import simulate_here as script
 
 from paceline.config import PolicyConfig
@@ -162,10 +163,53 @@ def test_no_second_of_a_judged_round_moves_its_prediction():
     assert 0 < quick.predicted - fewer.predicted < 2 * TOKEN * tokens
 
 
+def test_what_keeping_trees_takes_beyond_the_profile_is_added_and_its_own_drafting_is_not():
+    one = script.Judged(0.01, [5, 9, 7, 4], [0.7, 0.5], 1.9, 9)
+    step = MeasuredStepTime("linear", LinearCost(0.0, TOKEN, PASS))
+    passes, held = [(2, 4, 1e-3), (1, 2, 8e-4)], [(2, 4, 2e-4), (1, 2, 2e-4)]
+    cell = script.Measured("x", 2, 2, passes, [one], held)
+    # The profile's passes hold 0.2 ms of drafting; those of the told drafter take 0.5 ms more than the rest of them.
+    cell.told = [(rows, 2 * rows, step.seconds(rows, 3 * rows, 0.0) + 3e-4) for rows in (1, 2, 2)]
+    without, plain = script.predict(replace(cell, told=[]), step, 0.0), script.predict(cell, step, 0.0)
+    assert plain.predicted - without.predicted == pytest.approx(5e-4 * plain.predicted_passes)
+
+
+def test_a_told_drafter_keeps_what_it_was_told_and_has_the_shapes_that_were_noted(policy, prompts):
+    plain = script.engine_of(policy, None, 2, 0)
+    requests = script.requests_of(prompts, 2, 1, MOST)
+    said = {one.request_id: one.tokens for one in plain.generate(requests)}
+    # A chain of 3 with two siblings of its nodes; 2 of the chain are right.
+    shape = as_tokens([-1, 0, 0, 2, 1])
+    assert kept_drafts.deepest(shape) == [0, 2, 3]
+    assert kept_drafts.deepest(as_tokens([])) == []
+    teller = kept_drafts.Teller(12, 5, said, [shape], [2])
+    shapes = kept_drafts.noted(teller)
+    engine = script.engine_of(policy, teller, 2, 5)
+    rollouts = engine.generate(requests)
+    assert [one.tokens.tolist() for one in rollouts] == [said[one.request_id].tolist() for one in rollouts]
+    accepted = np.concatenate([one.accept_lengths[1:-1] for one in rollouts])
+    assert len(accepted) > 5
+    assert (accepted >= 2).all()
+    assert accepted.mean() < 2.5, "what is random is seldom right"
+    assert all(one.tolist() == shape.tolist() for one in shapes)
+
+
+def test_a_pass_is_beside_the_profiles_of_its_rows_and_tokens(policy, prompts, clock):
+    engine = script.engine_of(policy, script.Prober(12, 3), 2, 3)
+    step = MeasuredStepTime("linear", LinearCost(0.0, TOKEN, PASS))
+    passes = kept_drafts.verifying(engine, script.requests_of(prompts, 2, 1, MOST))
+    assert {rows for rows, _, _ in passes} == {1, 2}
+    assert [more for _, _, more in kept_drafts.beyond(passes, step)] == pytest.approx([0.0] * len(passes), abs=1e-9)
+
+
 def test_the_table_says_the_middle_error_and_the_worst(capsys):
     plain = script.Predicted("plain", 4, 0, 1.0, 2.0, 2.2, 50, 50.0, [0.1, 0.05, 0.2])
     drafted = replace(plain, side="history", drafted=3, measured=1.0, predicted=0.7, errors=[-0.25, -0.3, -0.5])
+    drafted = replace(drafted, spread=0.25, within=2)
     script.show([plain, drafted])
     printed = capsys.readouterr().out
-    assert "| history | 4 | 3 | 1.00 | 1.000 | 0.700 | -30.0% | -50.0% to -25.0% | 50 | 50 | 2.00 | 3.14 |" in printed
-    assert printed.endswith("2 cells: median error 20.0%, worst 30.0%\n")
+    assert (
+        "| history | 4 | 3 | 1.00 | 0.25 | 1.000 | 0.700 | -30.0% | -50.0% to -25.0% | 50 | 50 | 2.00 | 3.14 |"
+        in printed
+    )
+    assert "2 cells: median error 20.0%, worst 30.0%\n2 of 3 rounds with drafts" in printed
