@@ -14,11 +14,9 @@ from paceline.rl.policy import Policy
 from paceline.rl.probes import Point, Probe, Ran, timed
 
 
-def probes(
-    config: Config, policy: Policy, rows: Sequence[int], drafted: Sequence[int]
-) -> Iterator[tuple[Probe, Sequence[int]]]:
+def probes(config: Config, rows: Sequence[int], drafted: Sequence[int]) -> Iterator[tuple[Probe, Sequence[int]]]:
     """One probe for all lengths."""
-    yield HFProbe(config, policy, max(rows)), drafted
+    yield HFProbe(config, Policy.load(config.policy, config.seed), max(rows)), drafted
 
 
 class HFProbe:

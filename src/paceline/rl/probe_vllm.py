@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from paceline.engines.vllm.engine import VllmEngine
 
 
-def probes(
-    config: Config, policy: Policy, rows: Sequence[int], drafted: Sequence[int]
-) -> Iterator[tuple[Probe, Sequence[int]]]:
+def probes(config: Config, rows: Sequence[int], drafted: Sequence[int]) -> Iterator[tuple[Probe, Sequence[int]]]:
     """A probe for each length, one after another: graphs are captured for one length, and a process has one vLLM."""
+    # It is only written for vLLM to load, and would take vLLM's memory.
+    policy = Policy.load(replace(config.policy, device="cpu"), config.seed)
     for length in drafted:
         with tempfile.TemporaryDirectory(prefix="paceline-profile-") as folder:
             engine = _engine(config, policy, Path(folder) / "policy", max(rows), length)

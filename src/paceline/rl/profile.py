@@ -10,7 +10,6 @@ import numpy as np
 
 from paceline.config import Config
 from paceline.rl import probe_hf, probe_vllm
-from paceline.rl.policy import Policy
 from paceline.rl.probes import Point, Probe, Ran, joined, needed
 from paceline.schema import PacelineError
 
@@ -60,10 +59,9 @@ def profile(
             f"--rows {max(rows)} and --drafted {max(drafted)}: a pass of {most} tokens is more than "
             f"engine.max_batched_tokens={room}; raise it or ask for less"
         )
-    policy = Policy.load(config.policy, config.seed)
     kind = {"hf": probe_hf, "vllm": probe_vllm}[config.engine.kind]
     points: list[Point] = []
-    with closing(kind.probes(config, policy, rows, drafted)) as opened:
+    with closing(kind.probes(config, rows, drafted)) as opened:
         for probe, lengths in opened:
             _check(probe, max(prompts), max(lengths), passes)
             points += _in_turns(probe, rows, lengths, passes, prompts, told)
