@@ -236,11 +236,11 @@
     put("by-batch", charts.byBatch(widths["by-batch"], found, state), `Speedup of a full pass by requests: ${found.batches.map(([rows, faster]) => `${rows}: ${charts.times(faster[at])}`).join(", ")}.`);
     const [plain, drafted] = found.rows;
     put("rows", charts.rowsOverTime(widths.rows, found), `Plain decoding ends after ${charts.duration(plain.end)}, drafted after ${charts.duration(drafted.end)}.`);
-    element("tails").textContent = `; under a quarter of the slots for ${percent(Math.round(100 * plain.tail) / 100)}` + (found.chosen ? ` and ${percent(Math.round(100 * drafted.tail) / 100)} of the time` : " of the time");
+    element("tails").textContent = ` Under a quarter of the slots are taken for ${percent(Math.round(100 * plain.tail) / 100)}` + (found.chosen ? ` and ${percent(Math.round(100 * drafted.tail) / 100)} of the time.` : " of the time.");
     put("phases", charts.phases(widths.phases, found), "Seconds of a step by phase, plain and drafted.");
     element("limit").textContent = found.steps.others
-      ? `; free rollouts would make it ${charts.times(1 / (1 - found.steps.share))} as fast (dashed)`
-      : "; no other phases are given";
+      ? ` Rollouts that took no time would leave the dashed part: ${charts.times(1 / (1 - found.steps.share))} as fast.`
+      : " No other phases are given.";
     put("lags", charts.lags(widths.lags, found, state), "Seconds of a step by how far rollouts may be behind.");
     const holder = element("heat");
     const canvas = holder.querySelector("canvas");
@@ -259,8 +259,8 @@
     element("source").textContent = sourceOf();
     const caches = answer.cachesOf(data, state);
     element("memory").textContent = trouble
-      ? "Take more GPUs an engine, another GPU, or fp8. Figures are those of memory without end."
-      : !isMeasured && !state.kv ? `Its memory holds ${charts.count(caches)} tokens of caches.` : "";
+      ? ". Take more GPUs an engine, another GPU, or fp8. Figures are those of memory without end."
+      : !isMeasured && !state.kv ? `; its memory holds ${charts.count(caches)} cached tokens` : "";
     element("memory").classList.toggle("warning", trouble !== "");
     element("tiles").innerHTML = tilesOf(found);
     document.body.classList.toggle("has-steps", found.steps.others > 0);

@@ -3,6 +3,7 @@
 const answer = (() => {
   const LONGEST = law.LONGEST;
   const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
+  const MOST_DRAWS = 20;
   const LAGS = [0, 1, 2, 3, 4];
   const MAP_ROWS = 41;
 
@@ -34,7 +35,9 @@ const answer = (() => {
   function play(data, scores, state, time) {
     const caches = cachesOf(data, state);
     const fits = { ...state, kv: caches && Math.max(caches, state.prompt + state.longest + 1) };
-    const count = Math.max(1, Math.min(data.draws.scores.length, Math.floor(data.draws.most / (state.prompts * state.siblings))));
+    const isGiven = state.prompts === data.draws.prompts && state.siblings === data.draws.siblings;
+    const most = isGiven ? data.draws.scores.length : MOST_DRAWS;
+    const count = Math.max(1, Math.min(most, Math.floor(data.draws.most / (state.prompts * state.siblings))));
     const draws = [];
     const first = [];
     let tokens = 0;

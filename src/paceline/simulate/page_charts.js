@@ -225,16 +225,17 @@ const charts = (() => {
     }));
     context.putImageData(image, 0, 0);
     const levels = [1.5, 2, 3, 4, 6, 8].filter((level) => Math.log2(level) < top * 0.97);
+    const named = [];
+    const isFree = (y) => named.every((other) => Math.abs(other - y) > 13) && named.push(y);
     const lines = (level, kind, shown) => contour(found.map, level, f.toX, f.toY).map((points) => {
       const last = points[points.length - 1];
-      const isFlat = points.length > 2;
-      return path(points, kind) + (isFlat ? text(Math.min(last[0] - 4, width - RIGHT - 8), last[1] - 5, shown, "hint on", "end") : "");
+      return path(points, kind) + (points.length > 2 && isFree(last[1]) ? text(Math.min(last[0] - 4, width - RIGHT - 8), last[1] - 5, shown, "hint on", "end") : "");
     }).join("");
     const at = found.chosen || found.quickest;
     const x = f.toX(at);
     const y = f.toY(Math.min(1, Math.max(0, state.acceptance)));
     const cross = `<g class="cross"><path d="M${x - 9} ${y}H${x + 9}M${x} ${y - 9}V${y + 9}" class="under"/><path d="M${x - 9} ${y}H${x + 9}M${x} ${y - 9}V${y + 9}"/></g>`;
-    const body = f.marks.replace(/class="grid"/g, 'class="grid none"') + levels.map((level) => lines(level, "contour", `${level}×`)).join("") + lines(1, "contour break", "break even") + cross;
+    const body = f.marks.replace(/class="grid"/g, 'class="grid none"') + lines(1, "contour break", "break even") + levels.map((level) => lines(level, "contour", `${level}×`)).join("") + cross;
     return { svg: svg(width, height, body), box: [LEFT, TOP, width - LEFT - RIGHT, height - TOP - BOTTOM], toState: (px, py) => [
       Math.min(16, Math.max(1, Math.round(0.5 + ((px - LEFT) / (width - LEFT - RIGHT)) * 16))),
       Math.min(1, Math.max(0, Math.round((1 - (py - TOP) / (height - TOP - BOTTOM)) * 100) / 100)),

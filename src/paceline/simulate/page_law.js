@@ -156,7 +156,7 @@ const law = (() => {
     const own = normals(prompts * siblings, random);
     const scores = new Float64Array(prompts * siblings);
     for (let prompt = 0; prompt < prompts; prompt++) {
-      const isKnown = prompt < draws.prompts;
+      const isKnown = known && prompt < draws.prompts;
       let mean = 0;
       for (let at = 0; isKnown && at < draws.siblings; at++) mean += known[prompt * draws.siblings + at] / draws.siblings;
       const shared = isKnown ? mean : Math.sqrt(draws.share) * common[prompt];
