@@ -33,7 +33,7 @@ def test_the_step_is_told_by_phase_with_its_limit_and_both_schedules(tmp_path):
     assert chosen["step"]["low"] <= chosen["step"]["speedup"] <= chosen["step"]["high"] < chosen["step"]["bound"]
     assert f"none gets more than {written['limits'][0]:.2f}x as fast" in told
     assert f"asynchronous, 1 step behind at most, plain: {plain['async_seconds']:.1f} s, {plain['slower']}" in told
-    assert re.search(r"s if \d+% of both pools, equal now, rolled out", told)
+    assert re.search(r"of two equal pools \d+% for rollouts would make it [\d.]+ s", told)
     assert re.search(r"train 0\.3 \d+% 0\.3 \d+%", told)
     assert written["views"] is None
 

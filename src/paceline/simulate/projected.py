@@ -142,7 +142,7 @@ def _sides(step: StepSeconds) -> str:
     )
     if step.rollout_share is None:
         return told
-    return f"{told}; {step.balanced_seconds:.1f} s if {step.rollout_share:.0%} of both pools, equal now, rolled out"
+    return f"{told}; of two equal pools {step.rollout_share:.0%} for rollouts would make it {step.balanced_seconds:.1f} s"
 
 
 def _fading(found: "Fading") -> "Iterator[Table | str]":

@@ -178,7 +178,7 @@ def _heat(play: _Play, draft: Drafting, setting: _Setting) -> HeatMap:
     plain = play.plain(setting).seconds
     speedup_AK = np.empty((len(ACCEPTANCE), len(DRAFTED)))
     for row, rate in enumerate(ACCEPTANCE):
-        model = Drafting(Acceptance.constant(rate), draft.cost)
+        model = Drafting(Acceptance.constant(rate), draft.cost, draft.spread)
         for column, length in enumerate(DRAFTED):
             speedup_AK[row, column] = plain / play.drafted(setting, Fixed(length), model).seconds
     best = speedup_AK.argmax(axis=1)

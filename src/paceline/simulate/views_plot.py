@@ -213,6 +213,7 @@ def _curve(axes: "Axes", curve: "Curve", *, is_log: bool) -> None:
 
 def _scale(axes: "Axes", seen: "Views", ink: dict[str, str]) -> None:
     """Seconds of the same prompts on more engines, plain and with the best draft."""
+    from matplotlib.patheffects import withStroke
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     curve = seen.by_engines
@@ -222,10 +223,10 @@ def _scale(axes: "Axes", seen: "Views", ink: dict[str, str]) -> None:
     axes.plot(curve.at, ideal, color=ink["muted"], linewidth=1, linestyle=":", label="plain, were it to scale")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
+    look["path_effects"] = [withStroke(linewidth=3, foreground="white")]
     for at, plain, best in zip(curve.at, curve.plain_seconds, curve.best_seconds, strict=True):
-        axes.annotate(
-            f"{plain / best:.2f}x", (at, best), (0, -13), textcoords="offset points", ha="center", fontsize=8.5
-        )
+        axes.annotate(f"{plain / best:.2f}x", (at, best), (0, -14), **look)
     gpus = seen.gpus_per_engine
     _plain_ticks(axes, curve.at, [f"{at:g}" + (f"\n{at * gpus:g}" if gpus else "") for at in curve.at])
     axes.set_ylim(0.75 * min(curve.best_seconds), 1.25 * max(curve.plain_seconds))
