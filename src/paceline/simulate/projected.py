@@ -142,7 +142,8 @@ def _sides(step: StepSeconds) -> str:
     )
     if step.rollout_share is None:
         return told
-    return f"{told}; of two equal pools {step.rollout_share:.0%} for rollouts would make it {step.balanced_seconds:.1f} s"
+    split = f"of two equal pools {step.rollout_share:.0%} for rollouts"
+    return f"{told}; {split} would make it {step.balanced_seconds:.1f} s"
 
 
 def _fading(found: "Fading") -> "Iterator[Table | str]":
