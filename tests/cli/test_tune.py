@@ -12,8 +12,8 @@ from recorded import write_lines, write_trace
 SAID = list(range(20, 30))
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["tune", *map(str, arguments)])
+def invoke(*arguments, mode="fixed"):
+    return CliRunner().invoke(app, ["tune", "--budget-mode", mode, *map(str, arguments)])
 
 
 @pytest.fixture
@@ -53,9 +53,11 @@ def test_the_answer_is_a_line_a_table_and_complete_as_json(trace, times, tmp_pat
     assert len(result["together"]["candidates"]) == 5
 
 
-def test_drafting_may_be_timed_by_the_processor(trace, times, tmp_path):
-    done = invoke(trace, "--cost", times, "--budgets", "4", "--clock", "processor", "--json", tmp_path / "t.json")
+def test_drafting_is_as_in_a_run_and_may_be_timed_by_the_processor(trace, times, tmp_path):
+    options = ("--cost", times, "--budgets", "4", "--clock", "processor", "--json", tmp_path / "t.json")
+    done = CliRunner().invoke(app, ["tune", str(trace), *map(str, options)])
     assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "t.json").read_text())["budget"] == "adaptive"
     assert "; drafting as it took here, by the processor's clock\n" in done.stdout
     result = json.loads((tmp_path / "t.json").read_text())
     assert result["clock"] == "processor"
@@ -118,7 +120,7 @@ def test_a_model_that_drafts_and_the_whole_step_with_its_schedule(trace, times, 
     assert result["phases"] == "as given"
     # One prompt keeps one engine busy, for two passes of 1e6 s; the other three train, in 4/3 of what four take.
     assert "\nplain steps take 12001000.00 s on 4 devices, generation 83% of it\n" in done.stdout
-    line = "step: 4.50x (4.50 to 4.50), 2666667.33 s, 1 roll out and 3 train, up to 1 ahead; by drafting 3.75x"
+    line = "step: 4.50x (4.50 to 4.50), 2666667.33 s, 1 rolls out and 3 train, up to 1 ahead; by drafting 3.75x"
     assert f"\n{line} (3.75 to 3.75)\n" in done.stdout
     config = load_config(tmp_path / "y")
     assert (config.drafter.kind, config.drafter.head.path, config.drafter.budget) == ("eagle3", "heads/one", 4)

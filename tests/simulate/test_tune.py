@@ -37,7 +37,7 @@ def tune(tmp_path):
         cost = tmp_path / "times.json"
         cost.write_text(json.dumps(table))
         trace = write_trace(tmp_path, [[tokens] for tokens in said])
-        options = {"drafters": ["scripted"], "build": lambda _: Scripted(script)} | options
+        options = {"drafters": ["scripted"], "build": lambda _: Scripted(script), "budget": "fixed"} | options
         return tune_traces([trace], cost=str(cost), **options)
 
     return run
@@ -211,7 +211,8 @@ def test_the_time_that_drafting_takes_counts(tmp_path):
     # Passes of a nanosecond: whatever drafting takes is more than it saves.
     (tmp_path / "times.json").write_text("[[1, 1, 1e-9], [1, 2, 1e-9]]")
     trace = write_trace(tmp_path, [[TEN]] * 5)
-    tuned = tune_traces([trace], cost=str(tmp_path / "times.json"), drafters=["history"], budgets=[8]).together
+    cost = str(tmp_path / "times.json")
+    tuned = tune_traces([trace], cost=cost, drafters=["history"], budgets=[8], budget="fixed").together
     assert tuned.candidates[1].tokens_per_forward > 3
     assert tuned.final == NOTHING
 

@@ -168,7 +168,12 @@ def run(tmp_path):
 
 def tuned_run(run, **options):
     cost = str(run / "times.json")
-    options = {"drafters": ["scripted"], "build": lambda _: Scripted(oracle(TEN)), "budgets": [4]} | options
+    options = {
+        "drafters": ["scripted"],
+        "build": lambda _: Scripted(oracle(TEN)),
+        "budgets": [4],
+        "budget": "fixed",
+    } | options
     return tune_traces([run], **({"cost": cost} | options))
 
 

@@ -37,11 +37,11 @@ def tune(
     ] = None,
     budgets: Annotated[
         str, typer.Option(metavar="N,N", help="Most tokens drafted for a request, to try.")
-    ] = "2,4,8,16",
+    ] = "4,8,16,32",
     budget_mode: Annotated[
-        Literal["fixed", "adaptive"],
-        typer.Option(help="Verify all that is drafted, or what pays by --cost, as a run does by default."),
-    ] = "fixed",
+        Literal["adaptive", "fixed"],
+        typer.Option(help="What is verified: what pays by --cost, as in a run, or all that is drafted."),
+    ] = "adaptive",
     batch: Annotated[
         int | None, typer.Option(min=1, help="Requests at a time; as recorded: all of a step.", show_default=False)
     ] = None,

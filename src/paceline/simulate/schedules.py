@@ -45,15 +45,17 @@ class Schedule(msgspec.Struct, frozen=True):
         if self.in_turn:
             return step.in_turn.total
         share = self.rollout_devices / len(step.generation)
-        # What ``pools`` divides by the share is the generation of these engines.
-        generation = step.generation[self.rollout_devices - 1] * share
-        whole = msgspec.structs.replace(step.others, generation=generation)
-        return steady_seconds(whole.pools(share), self.age_bound)
+        pools = msgspec.structs.replace(step.others.pools(share), generation=step.generation[self.rollout_devices - 1])
+        return steady_seconds(pools, self.age_bound)
 
     def __str__(self) -> str:
         if self.in_turn:
             return "in turn"
-        return f"{self.rollout_devices} roll out and {self.train_devices} train, up to {self.age_bound} ahead"
+        out, train = (
+            ("rolls" if self.rollout_devices == 1 else "roll"),
+            ("trains" if self.train_devices == 1 else "train"),
+        )
+        return f"{self.rollout_devices} {out} out and {self.train_devices} {train}, up to {self.age_bound} ahead"
 
     def settings(self, teaches: bool) -> dict[str, Any]:
         """The keys of a run that ask for it. ``teaches``: a drafter learns beside the policy.

@@ -41,8 +41,8 @@ def tune_traces(
     cost: str,
     drafters: Sequence[str] = ("history", "prompt_lookup"),
     soft: Sequence[str] = (),
-    budgets: Sequence[int] = (2, 4, 8, 16),
-    budget: Mode = "fixed",
+    budgets: Sequence[int] = (4, 8, 16, 32),
+    budget: Mode = "adaptive",
     batch: int | None = None,
     phases: Phases | None = None,
     devices: int = 1,
@@ -57,8 +57,8 @@ def tune_traces(
     """Replay every drafter with every budget, and nothing drafted, on each trace; choose, and confirm the choice.
 
     ``cost`` is what ``load_cost`` takes, ``drafters`` names that ``build`` takes, ``soft`` what ``load_soft`` takes,
-    ``batch`` requests at a time (None: a step's). ``budget`` fixed verifies every drafted token; adaptive drafts as a
-    run does unless told otherwise, by what passes cost. ``phases`` are a step's others on all ``devices`` (None: those
+    ``batch`` requests at a time (None: a step's). ``budget`` adaptive drafts by what passes cost, as a run does unless
+    told otherwise; fixed verifies every drafted token. ``phases`` are a step's others on all ``devices`` (None: those
     that a run recorded, if ``cost`` was measured as well); each device has an engine, or trains. What the choice gains
     is told by the last steps of each trace, the share ``held_out`` of them, which have no part in it. ``clock`` times
     drafting: ``processor`` counts this process's seconds on all its threads, whatever else the machine does. Raises
