@@ -130,7 +130,9 @@ def test_asynchrony_is_told_unasked_and_chosen_only_if_allowed():
     asked = judged(20.0, 8.0, others, devices=2, age_bound=1, scales=scales)
     assert (asked.schedule, asked.step.chosen.seconds) == (Schedule(1, 1, 1), 8.0)
     assert asked.step.chosen.speedup == pytest.approx(24 / 8)
-    assert asked.step.drafting == pytest.approx(20 / 8), "plain decoding would run ahead as well"
+    parts = (asked.step.drafting, asked.step.drafting_low, asked.step.drafting_high)
+    assert parts == pytest.approx((20 / 8,) * 3), "plain decoding would run ahead as well"
+    assert asked.step.low == pytest.approx(24 / 8)
     assert asked.step.unasked is None
     assert [(row.drafter, row.seconds) for row in asked.step.best] == [("drafts", 8.0), ("none", 20.0)]
 
