@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from browser import chromium, needs_browser
+from paceline.cli import app
 from paceline.schema import PacelineError
 from paceline.simulate.breakdown import Layout
 from paceline.simulate.drafting import Acceptance, Drafting, Drift, LinearDraftCost
@@ -308,6 +310,7 @@ def test_an_engine_that_cannot_be_is_not_offered_or_said_not_to_fit(written, ope
     assert said(page)["verdict"] == (
         f"Does not fit: {weights / 1e9:.0f} GB of weights a GPU, where an engine has 72 GB."
     )
+    assert page.locator("body.troubled").count() == 1
 
 
 def test_keys_move_sliders_that_have_names_and_speak(written, open_page):
@@ -370,6 +373,23 @@ def test_the_page_starts_with_what_the_command_was_given(tmp_path, open_page):
     assert "--prompts 12 --siblings 4" in page.inner_text("#command")
     assert "--cost llama-3.1-8b-h100" in page.inner_text("#command")
     assert "train=3,logprob=2,refit=0.5,drafter=0.2" in page.inner_text("#command")
+
+
+def test_the_command_writes_the_page_of_what_it_simulates(tmp_path):
+    options = "--prompts 4 --siblings 2 --mean-tokens 30 --slots 4 --engines 2 --repeats 3 --seed 7 --age-bound 1"
+    options += " --acceptance .9,.6 --draft-ms 1,.5 --drafted 2 --phases train=3,data=1 --drift exponential:0.1:0.2"
+    path = tmp_path / "page.html"
+    done = CliRunner().invoke(
+        app, ["simulate", "--cost", "llama-3.1-8b-h100", *options.split(), "--html", str(path)], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(re.search('id="data">(.*?)</script>', path.read_text())[1])
+    scenario = Scenario(prompts=4, siblings=2, mean_tokens=30.0, slots=4, engines=2)
+    own = {"scenario": scenario, "acceptance": (0.9, 0.6), "draft_s": (1e-3, 5e-4), "age_bound": 1, "repeats": 3}
+    phases = Phases(generation=0.0, train=3.0, data=1.0)
+    expected = page_data(Start(**own, phases=phases, drift=Drift("exponential", 0.1, 0.2), seed=7), MEASURED)
+    assert data == json.loads(msgspec.json.encode(expected))
+    assert data["start"] | {"fixed": 1e-3, "each": 5e-4, "lag": 1, "drift": 0.1, "refit": 1.0} == data["start"]
 
 
 def test_a_page_that_cannot_be_is_refused_in_one_line(tmp_path):

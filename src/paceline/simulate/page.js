@@ -256,6 +256,7 @@
     const trouble = answer.trouble(data, state);
     const words = trouble || answer.verdict(found, state);
     if (element("verdict").textContent !== words) element("verdict").textContent = words;
+    document.title = `${words.replace(/\.$/, "")} · paceline`;
     element("source").textContent = sourceOf();
     const caches = answer.cachesOf(data, state);
     element("memory").textContent = trouble
@@ -263,7 +264,7 @@
       : !isMeasured && !state.kv ? `; its memory holds ${charts.count(caches)} cached tokens` : "";
     element("memory").classList.toggle("warning", trouble !== "");
     element("tiles").innerHTML = tilesOf(found);
-    document.body.classList.toggle("has-steps", found.steps.others > 0);
+    document.body.classList.toggle("troubled", trouble !== "");
     for (const each of document.querySelectorAll(".with-steps")) each.hidden = !found.steps.others;
     showControls(found);
     draw(found);

@@ -167,7 +167,7 @@ const charts = (() => {
     const slot = (width - 16) / bounds.length;
     const thick = Math.min(34, slot * 0.36);
     const toY = (value) => height - 38 - (value / most) * (height - 64);
-    const wide = slot > 74;
+    const wide = slot > 100;
     return svg(width, height, bounds.map((lag, i) => {
       const middle = 8 + slot * (i + 0.5);
       const [plain, drafted] = values[i];
