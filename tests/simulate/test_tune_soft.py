@@ -210,6 +210,7 @@ def test_the_settings_are_a_run_s_and_vllm_s(kind, tmp_path):
 def test_one_that_is_not_taught_stays_as_it_is_and_one_without_files_is_told(tune, tmp_path):
     result = tune(curve_file(tmp_path), budgets=[2])
     assert result.settings["cotrain"] == {"when": "never"}
+    assert "budget" not in result.settings, "a run's own is adaptive"
     (tmp_path / "y").write_bytes(settings_yaml(result.settings))
     assert (
         load_config(tmp_path / "y").drafter

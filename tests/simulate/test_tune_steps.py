@@ -211,6 +211,7 @@ def test_the_settings_are_a_run_s_by_that_schedule(devices, age_bound, run):
     (run / "y").write_bytes(settings_yaml(result.settings))
     config, schedule = load_config(run / "y"), result.together.schedule
     assert config.drafter == result.drafter == DrafterConfig(kind="history", budget=4)
+    assert config.budget.mode == "fixed", "as it was replayed"
     assert config.rl.max_age_steps == schedule.age_bound == min(age_bound, 1)
     if schedule.in_turn:
         assert config.cluster.kind == "local"

@@ -132,6 +132,11 @@ def tune_traces(
     section = drafter_section(final.drafter, final.budget) if curve is None else curve.with_budget(final.budget)
     cotrain, schedule = None if curve is None else curve.cotrain, together.schedule
     teaches = cotrain is not None and cotrain.when != "never"
+    settings = settings_tree(section, cotrain)
+    if section is not None and budget == "fixed":
+        settings |= {"budget": {"mode": budget}}
+    if together.step is not None:
+        settings |= schedule.settings(teaches)
     vllm = (
         vllm_settings(final.drafter, final.budget)
         if curve is None
@@ -150,7 +155,7 @@ def tune_traces(
         traces=found,
         together=together,
         drafter=section,
-        settings=settings_tree(section, cotrain) | ({} if together.step is None else schedule.settings(teaches)),
+        settings=settings,
         speculative_config=None if vllm is None else vllm.speculative_config,
         additional_config=None if vllm is None else vllm.additional_config,
         vllm_note=None if vllm is None else vllm.note,
