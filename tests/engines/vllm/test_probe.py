@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 import vllm_models  # noqa: F401  sets vLLM's environment before anything imports it
+from paceline.drafters.prober import Prober
 from paceline.rl.profile import profile
 from paceline.simulate.cost import load_cost
 from tiny_run import make_policy, tiny_config
@@ -17,8 +18,8 @@ pytestmark = pytest.mark.vllm
 def test_passes_of_vllm_are_measured_with_and_without_drafts(tmp_path, monkeypatch):
     from paceline.engines.vllm.engine import VllmEngine
 
-    passes, closed = [], []
-    step, close = VllmEngine.step, VllmEngine.close
+    passes, closed, proposed = [], [], []
+    step, close, propose = VllmEngine.step, VllmEngine.close, Prober.propose
 
     def counted(engine):
         before = engine.stats()
@@ -29,6 +30,12 @@ def test_passes_of_vllm_are_measured_with_and_without_drafts(tmp_path, monkeypat
             passes.append((*one, after.tokens_drafted - before.tokens_drafted))
         return done
 
+    def drawn(prober, names, budget):
+        drafts = propose(prober, names, budget)
+        proposed.extend(drafts)
+        return drafts
+
+    monkeypatch.setattr(Prober, "propose", drawn)
     monkeypatch.setattr(VllmEngine, "step", counted)
     monkeypatch.setattr(VllmEngine, "close", lambda engine: (closed.append(engine.stats()), close(engine)))
     policy = make_policy(tmp_path / "policy", head_dim=32, max_position_embeddings=256)
@@ -46,6 +53,8 @@ def test_passes_of_vllm_are_measured_with_and_without_drafts(tmp_path, monkeypat
     assert len(passes) == 3 * len(turns)
     for index, (drafted, _, rows) in enumerate(turns):
         assert passes[3 * index + 2] == (1, rows, rows * drafted)
+    verified = sum(tokens for *_, tokens in passes)
+    assert 0 < verified <= sum(len(draft.tokens) for draft in proposed), "what is verified was drawn at random"
     assert all(len(p.seconds) == 2 and min(p.seconds) > 0 for p in found.points)
     assert all(0 < p.kv_tokens - p.rows * p.prompt_tokens <= p.rows * 3 * (1 + p.drafted) for p in found.points)
     assert not any("drafter_lost" in stats.events or stats.prompts_shared for stats in closed)
