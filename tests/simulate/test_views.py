@@ -115,12 +115,13 @@ def test_a_batch_that_was_not_measured_is_left_out_and_named():
 
 
 def test_a_large_scenario_is_cut_into_equal_parts_and_says_so(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_TOKENS", 16 * 40 // 4)
-    four = msgspec.structs.replace(SCENARIO, engines=4, slots=1)
-    own, engines, parts = lighter(ALIKE, four)
-    assert (len(own), engines, parts) == (4, 1, 4)
-    seen = views(four, FLAT, drafting(1.0), ["1"], requests=lambda _: ALIKE)
-    assert (seen.requests, seen.engines, seen.parts, seen.shortened) == (4, 1, 4, False)
+    monkeypatch.setattr(module, "_MOST_TOKENS", 4 * 40)
+    monkeypatch.setattr(module, "_LEAST_ENGINES", 2)
+    eight = msgspec.structs.replace(SCENARIO, engines=8, slots=1)
+    own, engines, parts = lighter(ALIKE, eight)
+    assert (len(own), engines, parts) == (4, 2, 4)
+    seen = views(eight, FLAT, drafting(1.0), ["1"], requests=lambda _: ALIKE)
+    assert (seen.requests, seen.engines, seen.parts, seen.shortened) == (4, 2, 4, False)
     assert seen.by_engines.at == [4, 8]
     assert seen.by_engines.plain_seconds == pytest.approx([4 * 0.4, 2 * 0.4])
     one = views(msgspec.structs.replace(SCENARIO, slots=1), FLAT, drafting(1.0), ["1"], requests=lambda _: ALIKE)

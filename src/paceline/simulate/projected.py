@@ -1,5 +1,6 @@
 """What ``paceline simulate`` prints of a projection: its tables, and what they come to in lines."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def draft_of(name: str) -> str:
     """A draft length in words."""
-    return "drafting" if name == "adaptive" else f"a draft of {name}"
+    return {"adaptive": "drafting", "0": "no draft"}.get(name, f"a draft of {name}")
 
 
 def scenario_lines(scenario: Scenario, *, reckoned_memory: bool) -> Iterator[str]:
@@ -71,10 +72,11 @@ def step_tables(result: Projection) -> "Iterator[Table | str]":
         yield _by_phase(result.plain_step, chosen.step.drafted, chosen.drafted)
         plain, drafted = result.plain_step, chosen.step.drafted
         tokens = max(1.0, chosen.tokens_per_forward)
+        most = f", so none gets more than {result.limits[0]:.2f}x as fast" if math.isfinite(result.limits[0]) else ""
         yield (
             f"synchronous: {plain.sync_seconds:.1f} s plain, {drafted.sync_seconds:.1f} s drafted; generation is "
-            f"{plain.share:.0%} of the plain step, so none gets more than {result.limits[0]:.2f}x as fast, with "
-            f"{tokens:.2f} tokens a forward {amdahl(plain.share, tokens):.2f}x"
+            f"{plain.share:.0%} of the plain step{most}, with {tokens:.2f} tokens a forward "
+            f"{amdahl(plain.share, tokens):.2f}x at most"
         )
         if result.age_bound:
             behind = f"asynchronous, {_counted(result.age_bound, 'step')} behind at most"
@@ -88,9 +90,12 @@ def view_lines(seen: Views) -> Iterator[str]:
     """The quickest draft length along each view."""
     heat = seen.heat
     if seen.shortened or seen.parts > 1:
+        part = "fewer than the scenario has"
+        if seen.parts > 1:
+            part = f"1 of {seen.parts} equal parts, where fewer engines wait less for the slowest of them"
         yield (
-            f"views: {seen.requests} requests in {seen.groups} groups on {seen.engines} engines, "
-            + (f"1 of {seen.parts} equal parts" if seen.parts > 1 else "fewer than the scenario has")
+            f"views: {seen.requests} requests in {seen.groups} groups on {_counted(seen.engines, 'engine')}, {part}; "
+            "figures may differ a little from those above"
         )
     best = (f"{rate:g}: {length or 'none'}" for rate, length in zip(heat.acceptance, heat.best, strict=True))
     yield f"best draft by acceptance: {', '.join(best)}"

@@ -22,9 +22,11 @@ ACCEPTANCE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _TIMES_SLOTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4)
 _SIGMAS = (0.0, 0.4, 0.8, 1.2, 1.6)
 _MOST_ENGINES = 128
-#: Tokens of the requests that are simulated in every point, and how many times the slots there are at least.
+#: Tokens that an engine's requests have in every point, and how many times the slots there are at least.
 _MOST_TOKENS = 1_100_000
 _LEAST_ROUNDS = 2
+#: Parts have as many engines: a rollout waits for the slowest of them.
+_LEAST_ENGINES = 4
 
 
 class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,14 +249,17 @@ def lighter(requests: Requests, scenario: Scenario) -> tuple[Requests, int, int]
     As many engines have as many groups each as before, unless the requests are fewer than such a part has.
     """
     groups, engines, parts = len(np.unique(requests.group_N)), scenario.engines, 1
-    while requests.tokens / parts > _MOST_TOKENS and engines % (2 * parts) == 0 and groups % (2 * parts) == 0:
+    while requests.tokens / parts > _MOST_TOKENS and engines // (2 * parts) >= _LEAST_ENGINES:
+        if engines % (2 * parts) or groups % (2 * parts):
+            break
         parts *= 2
     engines //= parts
     part = first_groups(requests, groups // parts)
-    if part.tokens <= _MOST_TOKENS:
+    most = _MOST_TOKENS * min(engines, _LEAST_ENGINES)
+    if part.tokens <= most:
         return part, engines, parts
     least = _LEAST_ROUNDS * scenario.slots * engines
-    kept = max(least / len(part), _MOST_TOKENS / part.tokens)
+    kept = max(least / len(part), most / part.tokens)
     fewer = min(groups // parts, max(engines, round(kept * groups / parts)))
     return first_groups(part, fewer), engines, parts
 
