@@ -20,7 +20,7 @@ DRAFTED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ACCEPTANCE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 #: Slots, of the scenario's own, and deviations of log(length), beside its own.
 _TIMES_SLOTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4)
-_SIGMAS = (0.0, 0.4, 0.8, 1.2, 1.6)
+_SIGMAS, _NEAR = (0.0, 0.4, 0.8, 1.2, 1.6), 0.15
 _MOST_ENGINES = 128
 #: Tokens that an engine's requests have in every point, and how many times the slots there are at least.
 _MOST_TOKENS = 1_100_000
@@ -113,7 +113,8 @@ def views(
     lengths = [name for name in dict.fromkeys(drafted) if name != "0"] or ["adaptive"]
     slots = sorted({max(1, round(scenario.slots * times)) for times in _TIMES_SLOTS})
     pools = sorted({engines, *(2**power for power in range(_MOST_ENGINES.bit_length()) if 2**power <= groups)})
-    sigmas = [] if requests is not None else sorted({*_SIGMAS, scenario.sigma})
+    others = [sigma for sigma in _SIGMAS if abs(sigma - scenario.sigma) > _NEAR]
+    sigmas = [] if requests is not None else sorted([*others, scenario.sigma])
     points = len(slots) + len(pools) + len(sigmas)
     play = _Play(step, draft, seed, told, 1 + len(DRAFTED) * len(ACCEPTANCE) + points * (1 + len(lengths)))
     limits = Limits(slots=scenario.slots, kv_tokens=scenario.kv_tokens)
