@@ -17,7 +17,7 @@ second. "Beforehand" it does not know these either: lengths are the plain run's,
 last step that is not judged.
 
     OMP_NUM_THREADS=1 python benchmarks/simulate_steps.py [--batches 1,8,32] [--drafted 1,3,7,15]
-        [--async-drafted 1,3,7,15] [--clock processor] [--json FILE]
+        [--async-drafted 1,15] [--clock processor] [--json FILE]
 
 With `--clock processor` the profile and what is synchronous are timed by the process's own seconds.
 """
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--drafted", default="1,3,7,15")
-    parser.add_argument("--async-drafted", default="1,3,7,15", help="as --drafted; empty leaves them out")
+    parser.add_argument("--async-drafted", default="1,15", help="as --drafted; empty leaves them out")
     parser.add_argument("--passes", type=int, default=16, help="passes of a point of each half of the step times")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--json", type=Path)
