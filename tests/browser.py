@@ -13,17 +13,20 @@ _ARGUMENTS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 _FOUND = next(filter(None, map(shutil.which, _NAMES)), None)
+_MISSING = f"no Chromium on this machine ({', '.join(_NAMES)})"
 
 #: Marks of a test that opens a page.
 needs_browser = (
     pytest.mark.browser,
-    pytest.mark.skipif(_FOUND is None, reason=f"no Chromium on this machine ({', '.join(_NAMES)})"),
+    pytest.mark.skipif(_FOUND is None, reason=_MISSING),
 )
 
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """The browser, until it is let go."""
+    """The browser, until it is let go. RuntimeError where there is none."""
+    if _FOUND is None:
+        raise RuntimeError(_MISSING)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:

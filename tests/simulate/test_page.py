@@ -3,20 +3,16 @@
 import itertools
 import json
 import random
-import re
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from browser import chromium, needs_browser
-from paceline.cli import app
-from paceline.schema import PacelineError
 from paceline.simulate.breakdown import Layout
 from paceline.simulate.drafting import Acceptance, Drafting, Drift, LinearDraftCost
 from paceline.simulate.hardware import load_hardware
-from paceline.simulate.page import Start, page_data, render, write_page
+from paceline.simulate.page import Start, write_page
 from paceline.simulate.projection import Scenario, project
 from paceline.simulate.rlstep import Phases
 from paceline.simulate.roofline import Roofline
@@ -377,31 +373,3 @@ def test_the_page_starts_with_what_the_command_was_given(tmp_path, open_page):
     assert "--prompts 12 --siblings 4" in page.inner_text("#command")
     assert "--cost llama-3.1-8b-h100" in page.inner_text("#command")
     assert "train=3,logprob=2,refit=0.5,drafter=0.2" in page.inner_text("#command")
-
-
-def test_the_command_writes_the_page_of_what_it_simulates(tmp_path):
-    options = "--prompts 4 --siblings 2 --mean-tokens 30 --slots 4 --engines 2 --repeats 3 --seed 7 --age-bound 1"
-    options += " --acceptance .9,.6 --draft-ms 1,.5 --drafted 2 --phases train=3,data=1 --drift exponential:0.1:0.2"
-    path = tmp_path / "page.html"
-    done = CliRunner().invoke(
-        app, ["simulate", "--cost", "llama-3.1-8b-h100", *options.split(), "--html", str(path)], catch_exceptions=False
-    )
-    assert done.exit_code == 0, done.output
-    data = json.loads(re.search('id="data">(.*?)</script>', path.read_text())[1])
-    scenario = Scenario(prompts=4, siblings=2, mean_tokens=30.0, slots=4, engines=2)
-    own = {"scenario": scenario, "acceptance": (0.9, 0.6), "draft_s": (1e-3, 5e-4), "age_bound": 1, "repeats": 3}
-    phases = Phases(generation=0.0, train=3.0, data=1.0)
-    expected = page_data(Start(**own, phases=phases, drift=Drift("exponential", 0.1, 0.2), seed=7), MEASURED)
-    assert data == json.loads(msgspec.json.encode(expected))
-    assert data["start"] | {"fixed": 1e-3, "each": 5e-4, "lag": 1, "drift": 0.1, "refit": 1.0} == data["start"]
-
-
-def test_a_page_that_cannot_be_is_refused_in_one_line(tmp_path):
-    with pytest.raises(PacelineError, match="needs the model that they are of"):
-        page_data(start(), RECKONED)
-    with pytest.raises(PacelineError, match=r"--html .*cannot be written"):
-        write_page(tmp_path / "no" / "page.html", start(), MEASURED)
-    (tmp_path / "table.json").write_text("[[1, 1, 0.1]]")
-    with pytest.raises(PacelineError, match="tells no pass of 17 tokens a row"):
-        page_data(start(), MeasuredStepTime.load(str(tmp_path / "table.json")))
-    assert not re.search(r"https?://", render(start(), MEASURED))
