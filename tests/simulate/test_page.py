@@ -99,7 +99,9 @@ def said(page):
             const step = found.steps;
             return {state, verdict: document.querySelector("h1").textContent, speedups: found.speedups,
                 best: found.best, chosen: found.chosen, adaptive: found.adaptive, mean: found.perForward,
-                steps: found.stepSpeedups, plain: found.plainSeconds, total: step.seconds(step.sides(1, 0), state.lag),
+                steps: found.stepSpeedups, plain: found.plainSeconds,
+                drafted: found.draftedSeconds, ends: found.rows.map((rows) => rows.end),
+                total: step.seconds(step.sides(1, 0), state.lag),
                 shown: document.querySelector("main").innerText};
         }"""
     )
@@ -197,6 +199,7 @@ def test_figures_are_those_of_the_simulator(tmp_path, open_page):
                 assert seen["mean"][place] == pytest.approx(one.tokens_per_forward, rel=0.04)
                 assert seen["steps"][place] == pytest.approx(one.step.speedup, rel=0.03)
         assert seen["plain"] == pytest.approx(truth.projected[0].plain_seconds, rel=0.03)
+        assert seen["ends"] == [pytest.approx(seen["plain"], rel=0.01), pytest.approx(seen["drafted"], rel=0.1)]
 
 
 def test_passes_of_every_engine_are_the_rooflines(written, open_page):
