@@ -110,3 +110,15 @@ def test_bad_input_is_one_line(options, message, tmp_path, monkeypatch):
     done = simulate(*options)
     assert done.exit_code == 2
     assert message in done.output.splitlines()[-1]
+
+
+def test_prompts_beside_decoding_and_requests_that_differ_reach_the_simulation(tmp_path):
+    found = []
+    for number, more in enumerate(((), ("--batched-tokens", 32), ("--spread", 2))):
+        path = tmp_path / f"{number}.json"
+        answered(*COST, *SMALL, *more, "--json", path)
+        found.append(json.loads(path.read_text()))
+    plain, beside, differing = ([one["rollout_seconds"] for one in each["projected"]] for each in found)
+    assert plain != beside != differing != plain
+    assert [each["scenario"]["batched_tokens"] for each in found] == [None, 32, None]
+    assert simulate(*COST, *SMALL, "--spread", "nan").exit_code != 0

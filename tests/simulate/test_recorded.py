@@ -47,7 +47,7 @@ def test_requests_are_those_of_the_log_the_last_step_first_and_then_drawn_anew(t
 
 
 def test_a_scenario_tells_what_was_recorded(trace):
-    scenario = read(trace).scenario(slots=3, kv_tokens=99, engines=1)
+    scenario = read(trace).scenario()
     assert (scenario.prompts, scenario.siblings, scenario.prompt_tokens) == (2, 2, 3)
     assert (scenario.mean_tokens, scenario.max_tokens, scenario.trace) == (6.0, 8, "run")
     assert scenario.sigma == pytest.approx(np.log([6, 5, 4, 7, 7, 6, 5, 8]).std())

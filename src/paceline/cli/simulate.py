@@ -51,6 +51,9 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    spread: Annotated[
+        float, typer.Option(metavar="S", min=0.0, help="Requests differ in acceptance: deviation of its log odds.")
+    ] = 0.0,
     draft_ms: Annotated[
         str, typer.Option(metavar="MS,MS", help="Drafting takes: milliseconds a pass, and a drafted position.")
     ] = "0,0",
@@ -74,6 +77,15 @@ def simulate(
         int | None,
         typer.Option(
             metavar="N", min=1, help="Tokens that an engine's caches hold; reckoned with --model.", show_default=False
+        ),
+    ] = None,
+    batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Prompts are read beside decoding, in passes of up to so many tokens; else in their own.",
+            show_default=False,
         ),
     ] = None,
     engines: Annotated[int, typer.Option(metavar="N", min=1, help="Engines that share the prompts.")] = 1,
@@ -111,6 +123,7 @@ def simulate(
         from paceline.simulate.drafting import Drafting
         from paceline.simulate.projected import lengths_table, scenario_lines, step_tables, view_lines
         from paceline.simulate.projection import LONGEST, Scenario, project, verdict
+        from paceline.simulate.spread import Spread
         from paceline.simulate.steptime import MeasuredStepTime
         from paceline.simulate.views import views as views_of
         from paceline.simulate.views_plot import write_views
@@ -130,13 +143,15 @@ def simulate(
             max_tokens=max_tokens,
             slots=slots,
             kv_tokens=kv_tokens,
+            batched_tokens=batched_tokens,
             engines=engines,
         )
         recording = None
         if trace is not None:
             _refuse_beside_trace(context)
             recording = recorded.Recording.read(trace, tokenizer, _warn)
-            scenario = recording.scenario(slots=slots, kv_tokens=kv_tokens, engines=engines)
+            held = {"slots": slots, "kv_tokens": kv_tokens, "batched_tokens": batched_tokens}
+            scenario = msgspec.structs.replace(recording.scenario(), engines=engines, **held)
         step: StepTime
         if model is None:
             step = MeasuredStepTime.load(str(cost))
@@ -153,7 +168,7 @@ def simulate(
             drift=given.drift(drift),
             warn=_warn,
         )
-        draft = Drafting(rates, given.draft_cost(step.mode, draft_ms, told))
+        draft = Drafting(rates, given.draft_cost(step.mode, draft_ms, told), Spread(spread))
         # Figures that are cut say nothing; a terminal that is narrower wraps the lines.
         console = Console(width=max(Console().width, _WIDEST))
 

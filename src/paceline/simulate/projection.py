@@ -27,7 +27,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """The rollouts of a step: ``siblings`` answers to each of ``prompts`` prompts on ``engines`` engines.
 
     Lengths are lognormal with mean ``mean_tokens``, ``sigma`` of their logarithm, cut at ``max_tokens``; ``share`` of
-    that variance lies between prompts. ``kv_tokens`` None: caches never run out. ``trace`` names a log that the
+    that variance lies between prompts. ``kv_tokens`` None: caches never run out;
+    ``batched_tokens`` None: prompts are read in passes of their own (``Limits``). ``trace`` names a log that the
     requests are from; the figures of them are then its means.
     """
 
@@ -40,6 +41,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 0.4
     slots: int = 64
     kv_tokens: int | None = None
+    batched_tokens: int | None = None
     engines: int = 1
     trace: str | None = None
 
@@ -48,6 +50,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             raise PacelineError(
                 f"lengths of mean {self.mean_tokens} and sigma {self.sigma}: the mean must be above 0, sigma 0 or more"
             )
+
+    @property
+    def limits(self) -> Limits:
+        """What an engine may hold."""
+        return Limits(slots=self.slots, kv_tokens=self.kv_tokens, batched_tokens=self.batched_tokens)
 
     def requests(self, seed: int) -> Requests:
         """The requests of one step."""
@@ -135,7 +142,7 @@ def project(
     """
     if not drafted:
         raise PacelineError("--drafted: give at least one draft length, or adaptive")
-    limits = Limits(slots=scenario.slots, kv_tokens=scenario.kv_tokens)
+    limits = scenario.limits
     requests = requests or scenario.requests
     found = []
     plain: Phases | None = None

@@ -39,8 +39,8 @@ class Recording:
         step = self.steps[-1 - index]
         return step.resampled(seed) if again else step
 
-    def scenario(self, *, slots: int, kv_tokens: int | None, engines: int) -> Scenario:
-        """What was recorded, in the figures of a scenario: means over steps, and over requests."""
+    def scenario(self) -> Scenario:
+        """What was recorded, in the figures of a scenario: means over steps and requests; of one engine."""
         lengths = np.concatenate([step.length_N for step in self.steps])
         prompts = np.concatenate([step.prompt_N for step in self.steps])
         groups = sum(len(np.unique(step.group_N)) for step in self.steps)
@@ -51,9 +51,6 @@ class Recording:
             mean_tokens=float(lengths.mean()),
             sigma=float(np.log(lengths).std()),
             max_tokens=int(lengths.max()),
-            slots=slots,
-            kv_tokens=kv_tokens,
-            engines=engines,
             trace=self.name,
         )
 

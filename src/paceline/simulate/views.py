@@ -117,7 +117,7 @@ def views(
     sigmas = [] if requests is not None else sorted([*others, scenario.sigma])
     points = len(slots) + len(pools) + len(sigmas)
     play = _Play(step, draft, seed, told, 1 + len(DRAFTED) * len(ACCEPTANCE) + points * (1 + len(lengths)))
-    limits = Limits(slots=scenario.slots, kv_tokens=scenario.kv_tokens)
+    limits = scenario.limits
 
     def with_sigma(sigma: float) -> _Setting:
         tailed = msgspec.structs.replace(scenario, sigma=sigma).requests(seed)
