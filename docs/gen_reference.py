@@ -119,12 +119,12 @@ def faults() -> str:
     tested = fault_tests()
     if unknown := tested.keys() - known.keys():
         raise ValueError(f"docs/faults.yml: no row {', '.join(sorted(unknown))}, which a test names; add it")
-    rows = [
-        f"| {fault} | {seen} | {what} | {'<br>'.join(f'`{test}`' for test in tested[fault])} |"
-        for fault, (seen, what) in known.items()
-        if fault in tested
-    ]
-    return "\n".join(["| id | seen in | what went wrong | tests |", "|---|---|---|---|", *rows])
+    rows = []
+    for fault in [fault for fault in known if fault in tested]:
+        cells = [known[fault][column] for column in ("symptom", "cause", "says", "seen")]
+        rows.append(f"| {' | '.join([fault, *cells, '<br>'.join(f'`{test}`' for test in tested[fault])])} |")
+    head = ["| id | symptom | cause | what paceline says | seen in | tests |", "|---" * 6 + "|"]
+    return "\n".join([*head, *rows])
 
 
 def fault_tests() -> dict[str, list[str]]:
