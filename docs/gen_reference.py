@@ -122,7 +122,9 @@ def faults() -> str:
     rows = []
     for fault in [fault for fault in known if fault in tested]:
         cells = [known[fault][column] for column in ("symptom", "cause", "says", "seen")]
-        rows.append(f"| {' | '.join([fault, *cells, '<br>'.join(f'`{test}`' for test in tested[fault])])} |")
+        names = "<br>".join(f"<code>{test}</code>" for test in tested[fault])
+        folded = f"<details><summary>{len(tested[fault])}</summary>{names}</details>"
+        rows.append(f"| {' | '.join([fault, *cells, folded])} |")
     head = ["| id | symptom | cause | what paceline says | seen in | tests |", "|---" * 6 + "|"]
     return "\n".join([*head, *rows])
 
