@@ -10,11 +10,11 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-import click
 import pytest
 import typer
 import yaml
 from transformers import AutoModelForCausalLM
+from typer.exceptions import TyperException
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -207,17 +207,18 @@ def _script(arguments: list[str], block: Block, where: str) -> None:
 def _paceline(arguments: list[str], where: str) -> None:
     command = typer.main.get_command(app)
     arguments = ["1" if a == "N" else a for a in arguments]
-    while isinstance(command, click.Group):
+    while hasattr(command, "commands"):
         assert arguments[0] in command.commands, where
         command, arguments = command.commands[arguments[0]], arguments[1:]
     try:
         given = command.make_context(command.name, list(arguments), resilient_parsing=False).params
-    except click.UsageError as error:
+    except TyperException as error:
         pytest.fail(f"{where}: {error.format_message()}")
     overrides = given.get("overrides")
     if overrides:
         path = given.get("config")
-        _settings(path if path and (ROOT / path).exists() else None, overrides)
+        kind = ["engine.kind=vllm"] if given.get("engine") == "vllm" else []
+        _settings(path if path and (ROOT / path).exists() else None, [*overrides, *kind])
 
 
 def _settings(path: Path | str | None, overrides: list[str]) -> None:
