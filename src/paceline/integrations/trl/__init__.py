@@ -1,0 +1,6 @@
+"""paceline inside TRL: rollouts that are drafted, weights and log-probabilities that are the trainer's own."""
+
+from paceline.integrations.trl.rollouts import Rollouts, TrlError, rollout_func
+from paceline.integrations.trl.settings import TrlSettings
+
+__all__ = ["Rollouts", "TrlError", "TrlSettings", "rollout_func"]
