@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
@@ -61,12 +62,14 @@ class Rollouts:
         logarithms under the law that was sampled. Raises TrlError or ConfigError, one line, on the first call where the
         trainer asks for what cannot be honoured.
         """
-        engine, policy = self._ready(trainer)
-        self._follow(engine, policy, trainer)
-        requests = self._requests(tokenized(prompts, trainer), trainer)
-        before, started = engine.stats(), time.perf_counter()
-        self.rollouts = engine.generate(requests)
-        seconds = time.perf_counter() - started
+        # What the trainer draws later, such as the order of its batches, must not depend on how a drafter starts.
+        with torch.random.fork_rng():
+            engine, policy = self._ready(trainer)
+            self._follow(engine, policy, trainer)
+            requests = self._requests(tokenized(prompts, trainer), trainer)
+            before, started = engine.stats(), time.perf_counter()
+            self.rollouts = engine.generate(requests)
+            seconds = time.perf_counter() - started
         figures = figures_of(self.rollouts, before, engine.stats(), seconds)
         if self._teaching is not None and trainer.model.training:
             self._teaching.heard(self.rollouts, seconds, trainer.state)

@@ -57,13 +57,13 @@ class Teaching:
         self._forget()
 
     def learn(self) -> None:
-        """Train on what was collected, if a training is due. Before the optimiser's step, as the policy is still that
-        whose states they are."""
+        """Train on what was collected, if a training is due: before the policy moves away from the states."""
         if not (self._decision.trains and self._documents):
             return
 
         started = time.perf_counter()
-        metrics = self.trainer.train(canonical(self._documents))
+        with torch.random.fork_rng():
+            metrics = self.trainer.train(canonical(self._documents))
         seconds = time.perf_counter() - started
         self._decision = Decision(False, "between")
         self._forget()
