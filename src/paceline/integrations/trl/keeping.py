@@ -13,6 +13,7 @@ from paceline.history.snapshot import SnapshotError
 from paceline.integrations.trl.teaching import Teaching
 from paceline.report.trace import write_atomically
 from paceline.rl.engine import RunEngine
+from paceline.rl.layout import history_file
 from paceline.schema import PacelineError
 
 _LOG = logging.getLogger(__name__)
@@ -24,12 +25,12 @@ class Keeper(TrainerCallback):
     def __init__(self, engine: RunEngine, teaching: Teaching | None, rank: int) -> None:
         self._engine, self._teaching, self._rank = engine, teaching, rank
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Gradients are complete and the policy has not moved: the drafter learns."""
         if self._teaching is not None:
             self._teaching.learn()
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Write what paceline remembers beside the trainer's own state."""
         folder = _checkpoint(args, state)
         snapshot = self._engine.history_snapshot()
@@ -45,10 +46,15 @@ class Keeper(TrainerCallback):
         except OSError as error:
             _LOG.warning("%s: history and drafter are not in this checkpoint: %s", folder, error)
 
+    def warm_start(self, warm: str) -> None:
+        """Start from the history of a snapshot or of a run's folder; one that does not fit is told, and left."""
+        try:
+            self._engine.restore_history(history_file(Path(warm).expanduser()).read_bytes())
+        except (OSError, SnapshotError) as error:
+            _LOG.warning("drafter.history.warm=%s: %s; history starts cold", warm, error)
+
     def restore(self, args: Any, state: Any) -> None:
-        """Take over what a checkpoint of this step holds; what is not there, or does not fit, starts anew, and is told."""
-        if not state.global_step:
-            return
+        """Take over what a checkpoint of this step holds; what does not fit starts anew, and is told."""
         folder = _checkpoint(args, state)
         history = folder / f"paceline-{self._rank}.plh"
         try:

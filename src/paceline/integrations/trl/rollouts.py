@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from paceline.config import Config, PolicyConfig
+from paceline.config import HISTORIES, Config, PolicyConfig
 from paceline.engines.hf import HFEngine
 from paceline.engines.identity import check_identity
 from paceline.integrations.trl.keeping import Keeper
@@ -23,7 +23,6 @@ from paceline.rl.drafting import learns, sentinel
 from paceline.rl.engine import RunEngine, make_engine
 from paceline.rl.policy import Policy
 from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest, SamplingParams, as_tokens
-from paceline.typed_yaml import ConfigError
 
 _DTYPES = ("float32", "float64", "bfloat16")
 
@@ -114,7 +113,10 @@ class Rollouts:
             if learns(self._config):
                 self._teaching = Teaching(self._config, self._policy)
             keeper = Keeper(self._engine, self._teaching, trainer.accelerator.process_index)
-            keeper.restore(trainer.args, trainer.state)
+            if trainer.state.global_step:
+                keeper.restore(trainer.args, trainer.state)
+            elif (warm := self._config.drafter.history.warm) is not None and self._config.drafter.kind in HISTORIES:
+                keeper.warm_start(warm)
             trainer.add_callback(keeper)
         return self._engine, self._policy
 
@@ -127,7 +129,7 @@ class Rollouts:
             engine.load_drafter_weights(version, weights)
 
     def _requests(self, prompts: Sequence[Sequence[int]], trainer: Any) -> list[RolloutRequest]:
-        """A request a prompt, whose seed depends on the step, the call and the place in it, and so survives a resume."""
+        """A request a prompt; its seed follows from the step, the call and the place in it, so it survives a resume."""
         mode = "train" if trainer.model.training else "eval"
         place = f"{mode}/{trainer.state.global_step}"
         self._calls = self._calls + 1 if place == self._place else 0
@@ -177,7 +179,7 @@ def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
     if isinstance(prompts[0], str):
         found: list[list[int]] = processing(text=list(prompts))["input_ids"]
         return found
-    found = processing.apply_chat_template(
+    conversations: list[list[int]] = processing.apply_chat_template(
         conversation=list(prompts),
         tools=trainer.tools or None,
         chat_template=trainer.chat_template,
@@ -186,7 +188,7 @@ def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
         return_dict=True,
         **trainer.chat_template_kwargs,
     )["input_ids"]
-    return found
+    return conversations
 
 
 def check_trainer(trainer: Any) -> None:
@@ -201,8 +203,8 @@ def check_trainer(trainer: Any) -> None:
     zero = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     if trainer.is_fsdp_enabled or (zero is not None and zero.zero_stage == 3):
         raise TrlError(
-            "rollout_func: FSDP and ZeRO-3 leave no process with the whole policy; train with DDP, or draft inside vLLM "
-            "(paceline.integrations.trl.speculate)"
+            "rollout_func: FSDP and ZeRO-3 leave no process with the whole policy; train with DDP, or draft inside "
+            "vLLM (paceline.integrations.trl.speculate)"
         )
 
 
@@ -211,11 +213,13 @@ def policy_of(trainer: Any) -> Policy:
     model = trainer.accelerator.unwrap_model(trainer.model)
     adapter = model if isinstance(model, PeftModel) else None
     base = model.get_base_model() if adapter is not None else model
-    dtype = str(base.dtype).removeprefix("torch.")
+    dtype: Any = str(base.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise TrlError(f"rollout_func: the trainer's model is in {dtype}; load it in one of {', '.join(_DTYPES)}")
     is_training = model.training
-    policy = Policy(base, trainer.processing_class, PolicyConfig(path=base.name_or_path or "policy", dtype=dtype), adapter)
+    policy = Policy(
+        base, trainer.processing_class, PolicyConfig(path=base.name_or_path or "policy", dtype=dtype), adapter
+    )
     model.train(is_training)
     return policy
 
@@ -225,8 +229,10 @@ def with_stops(params: SamplingParams, stop_ids: Sequence[int]) -> SamplingParam
     return replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *map(int, stop_ids)))))
 
 
-def figures_of(rollouts: Sequence[Rollout], before: EngineStats, after: EngineStats, seconds: float) -> dict[str, float]:
-    """A call in figures, by the names that ``paceline.report.definitions`` gives them, and what it had of each event."""
+def figures_of(
+    rollouts: Sequence[Rollout], before: EngineStats, after: EngineStats, seconds: float
+) -> dict[str, float]:
+    """A call in figures, by the names of ``paceline.report.definitions``, and what it had of each event."""
     emitted, forwards = sum(len(one.tokens) for one in rollouts), sum(one.forwards for one in rollouts)
     drafted, accepted = sum(one.drafted for one in rollouts), sum(one.accepted for one in rollouts)
     passes, plain = after.pass_seconds - before.pass_seconds, after.plain_seconds - before.plain_seconds

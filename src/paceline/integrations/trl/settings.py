@@ -21,7 +21,7 @@ _KNOWN = (
 
 
 class TrlSettings(Section):
-    """The sections of a run that TRL has no say in, with the defaults of a run. ``seed`` None is that of the trainer."""
+    """The sections of a run that TRL has no say in, with a run's defaults. ``seed`` None is the trainer's."""
 
     seed: int | None = None
     allow_lossy: bool = False
