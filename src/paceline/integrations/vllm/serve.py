@@ -1,6 +1,5 @@
 """Starts vLLM's OpenAI-compatible server with the plug-in in it, and looks after the process."""
 
-import ipaddress
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from paceline.config import PluginConfig
+from paceline.config import PluginConfig, is_loopback
 from paceline.engines.guard import check_lossless
 from paceline.engines.vllm.versions import require_vllm
 from paceline.schema import PacelineError
@@ -159,16 +158,6 @@ class Server:
         # A server that listens everywhere is asked here.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def serve(server: Server, on_ready: Callable[[Served], None]) -> int:
