@@ -38,7 +38,7 @@ class PrometheusTracker:
         self._server.set_app(_guarded(make_wsgi_app(registry), os.environ.get("PACELINE_TOKEN") or None))
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
-        threading.Thread(target=self._server.serve_forever, name="paceline-metrics", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="paceline-metrics", daemon=True).start()
 
     def log(self, record: StepRecord) -> None:
         """The page shows this step from now on."""
