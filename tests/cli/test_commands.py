@@ -114,6 +114,7 @@ FROZEN = {
     "diff": ["a", "b", "--tolerance", "--json"],
     "report": ["run", "--json"],
     "timeline": ["run", "--step", "--out", "--json"],
+    "top": ["run", "--once", "--every", "--json"],
     "serve": ["model", "arguments", "--host", "--port", "--config", "--set", "--json"],
     "config": ["config", "overrides", "--json"],
     "assets": ["--json"],
