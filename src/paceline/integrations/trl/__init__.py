@@ -2,5 +2,6 @@
 
 from paceline.integrations.trl.rollouts import Rollouts, TrlError, rollout_func
 from paceline.integrations.trl.settings import TrlSettings
+from paceline.integrations.trl.vllm import Drafting, speculate
 
-__all__ = ["Rollouts", "TrlError", "TrlSettings", "rollout_func"]
+__all__ = ["Drafting", "Rollouts", "TrlError", "TrlSettings", "rollout_func", "speculate"]

@@ -3,7 +3,7 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -12,17 +12,26 @@ from transformers import TrainerCallback
 from paceline.history.snapshot import SnapshotError
 from paceline.integrations.trl.teaching import Teaching
 from paceline.report.trace import write_atomically
-from paceline.rl.engine import RunEngine
 from paceline.rl.layout import history_file
 from paceline.schema import PacelineError
 
 _LOG = logging.getLogger(__name__)
 
 
+class Remembering(Protocol):
+    """An engine with a history."""
+
+    def history_snapshot(self) -> bytes | None:
+        """The history's bytes; None where there is none."""
+
+    def restore_history(self, data: bytes) -> None:
+        """Take over a snapshot; SnapshotError where it is none."""
+
+
 class Keeper(TrainerCallback):
     """Added to the trainer by its first rollouts. ``rank`` is the process's: each has a history of its own."""
 
-    def __init__(self, engine: RunEngine, teaching: Teaching | None, rank: int) -> None:
+    def __init__(self, engine: Remembering, teaching: Teaching | None, rank: int) -> None:
         self._engine, self._teaching, self._rank = engine, teaching, rank
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:

@@ -235,6 +235,13 @@ def figures_of(
     """A call in figures, by the names of ``paceline.report.definitions``, and what it had of each event."""
     emitted, forwards = sum(len(one.tokens) for one in rollouts), sum(one.forwards for one in rollouts)
     drafted, accepted = sum(one.drafted for one in rollouts), sum(one.accepted for one in rollouts)
+    return figures_from(emitted, forwards, drafted, accepted, before, after, seconds)
+
+
+def figures_from(
+    emitted: int, forwards: int, drafted: int, accepted: int, before: EngineStats, after: EngineStats, seconds: float
+) -> dict[str, float]:
+    """The same from tokens and row-forwards, with times and events of the engine's counters."""
     passes, plain = after.pass_seconds - before.pass_seconds, after.plain_seconds - before.plain_seconds
     figures = {
         "tokens_per_forward": tokens_per_forward(emitted, forwards),

@@ -55,17 +55,17 @@ class TrlSettings(Section):
 
 
 def read_settings(
-    source: "TrlSettings | Mapping[str, Any] | str | Path | None", overrides: Sequence[str] = ()
+    source: "TrlSettings | Mapping[str, Any] | str | Path | None", overrides: Sequence[str] = (), place: str = PLACE
 ) -> TrlSettings:
     """Settings as they are, from a mapping, or from a YAML file; ConfigError, one line, for what they do not know."""
     if isinstance(source, TrlSettings):
         if overrides:
-            raise ConfigError(f"{PLACE}: overrides {list(overrides)} are for a file or none; set the fields instead")
+            raise ConfigError(f"{place}: overrides {list(overrides)} are for a file or none; set the fields instead")
         return source
     if isinstance(source, Mapping):
         if overrides:
-            raise ConfigError(f"{PLACE}: overrides {list(overrides)} are for a file or none; set the keys instead")
-        return convert(TrlSettings, dict(source), PLACE)
+            raise ConfigError(f"{place}: overrides {list(overrides)} are for a file or none; set the keys instead")
+        return convert(TrlSettings, dict(source), place)
     return load(TrlSettings, source, overrides)
 
 
