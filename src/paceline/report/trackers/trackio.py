@@ -41,4 +41,4 @@ class TrackioTracker:
     def close(self) -> None:
         """Wait until everything is written."""
         with redirect_stdout(sys.stderr):
-            self._run.finish()
+            trackio.finish()
