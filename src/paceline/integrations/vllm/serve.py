@@ -17,11 +17,10 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from paceline.config import PluginConfig, is_loopback
-from paceline.engines.guard import check_lossless
 from paceline.engines.vllm.versions import require_vllm
+from paceline.integrations.frameworks import engine_arguments
 from paceline.schema import PacelineError
 
-PLUGIN = "paceline.integrations.vllm.HistoryProposer"
 #: Arguments of the server that are set here, and what to use for them.
 _OURS = {
     "--model": "MODEL",
@@ -81,16 +80,15 @@ class Server:
             name = argument.split("=", 1)[0].replace("_", "-")
             if name in _OURS:
                 raise ServeError(f"{argument}: set here already; use {_OURS[name]}")
-        speculative = {"method": "custom_class", "model": PLUGIN, "num_speculative_tokens": plugin.drafter.budget}
-        check_lossless("vllm", speculative, environ)
+        drafts = engine_arguments(plugin, environ=environ)
+        additional = json.dumps(drafts["additional_config"])
         self.model, self.plugin, self.host, self.port, self.token = model, plugin, host, port, token
-        additional = json.dumps({"paceline": msgspec.to_builtins(plugin)})
         self.command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host,
             "--port", str(port), "--shutdown-timeout", str(_DRAIN_SECONDS), "--additional-config", additional,
         ]  # fmt: skip
-        if plugin.drafter.budget:
-            self.command += ["--speculative-config", json.dumps(speculative)]
+        if "speculative_config" in drafts:
+            self.command += ["--speculative-config", json.dumps(drafts["speculative_config"])]
         self.command += arguments
         self._environ = dict(os.environ if environ is None else environ)
         self._is_ready = False
