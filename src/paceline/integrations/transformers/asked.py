@@ -47,8 +47,9 @@ _SETTING = {
 }
 #: Settings of what is returned that would need every logit or state of every position.
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-#: What ``generate`` prepares for a model's passes, and this engine prepares by itself.
-_PREPARED = ("attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep")
+#: What ``generate`` prepares for a model's passes, and this engine prepares by itself; the cache by either name.
+_CACHES = ("cache", "past_key_values")
+_PREPARED = (*_CACHES, "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep")
 
 
 class SpeculationError(PacelineError):
@@ -195,8 +196,10 @@ def check_call(model: Any, config: GenerationConfig, given: Mapping[str, Any], u
         raise SpeculationError(
             f"cache_implementation={config.cache_implementation!r}: paceline holds keys and values itself; leave it out"
         )
-    if getattr(given.get("cache"), "_is_user_defined", False):
-        raise SpeculationError("cache: paceline holds keys and values itself and starts from none; leave it out")
+    for name in _CACHES:
+        cache = given.get(name)
+        if getattr(cache, "_is_user_defined", False) or (cache is not None and cache.get_seq_length()):
+            raise SpeculationError(f"{name}: paceline holds keys and values itself and starts from none; leave it out")
     for name, value in given.items():
         if name not in _PREPARED and value is not None and value is not False:
             raise SpeculationError(f"{name}: paceline decodes from token ids alone; leave it out")

@@ -2,13 +2,14 @@
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec.structs import replace
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
@@ -83,8 +84,8 @@ class Speculation:
             raise SpeculationError("stop strings end rows at different lengths; set pad_token_id")
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu")) if do_sample else 0
-        with lent(model):
-            engine = self._engine(model, asked)
+        with lent(model) as parameters:
+            engine = self._engine(model, asked, self._moved(parameters))
             try:
                 check_room(prompts, asked, engine.context)
                 requests = self._requests(prompts, asked, seed)
@@ -119,9 +120,8 @@ class Speculation:
             )
         self._model = weakref.ref(model)
 
-    def _engine(self, model: PreTrainedModel, asked: Asked) -> HFEngine:
+    def _engine(self, model: PreTrainedModel, asked: Asked, moved: bool) -> HFEngine:
         """An engine over the borrowed model, at its version, that knows what earlier ones measured."""
-        moved = self._moved(model)
         engine = HFEngine(
             model,
             drafter=self._drafter,
@@ -148,9 +148,9 @@ class Speculation:
             raise SpeculationError(f"drafter.history.warm={warm}: {error}") from None
         self._warm = None
 
-    def _moved(self, model: PreTrainedModel) -> bool:
+    def _moved(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the weights were written to since the last call; then they are of another version."""
-        found = marks(model)
+        found = marks(parameters)
         moved = bool(self._marks) and found != self._marks
         self._marks = found
         self._version += moved
