@@ -149,9 +149,7 @@ class Drafting:
         """Engine arguments: TRL's, those of whoever drafts, and a person's own."""
         drafter, vllm = self.settings.drafter, self.settings.engine.vllm
         if taken := [name for name in self._options if name in theirs and name not in _FREE]:
-            raise TrlError(
-                f"{PLACE}: {taken[0]} is what TRL gives vLLM by itself; set it in GRPOConfig, or leave it out"
-            )
+            raise TrlError(f"{PLACE}: {taken[0]} is what TRL gives vLLM itself; set it in GRPOConfig, or leave it out")
         if "speculative_config" in self._options:
             raise TrlError(f"{PLACE}: speculative_config is set here; use drafter, and engine.vllm.speculative")
         if theirs.get("enable_sleep_mode") and self._speculative is not None and drafter.kind in MODELS:
