@@ -24,7 +24,7 @@ _KINDS: dict[str, tuple[str, str]] = {
 }
 
 
-class _Kept(msgspec.Struct):
+class _Kept(msgspec.Struct, frozen=True):
     """What is remembered of a tracker between processes."""
 
     id: str
@@ -125,7 +125,10 @@ class Trackers:
             raise TrackerError(f"{self._state}: cannot be read: {_line(error)}; remove it to track a new run") from None
 
     def _remember(self) -> None:
-        self._kept.update({name: _Kept(tracker.id, tracker.told) for name, tracker in self._open.items() if tracker.id})
+        kept = {name: _Kept(tracker.id, tracker.told) for name, tracker in self._open.items() if tracker.id}
+        if kept.items() <= self._kept.items():
+            return
+        self._kept.update(kept)
         try:
             write_atomically(self._state, msgspec.json.encode(self._kept))
         except OSError as error:
