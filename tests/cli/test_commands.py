@@ -111,6 +111,7 @@ FROZEN = {
         "--witness",
         "--json",
     ],
+    "doctor": ["config", "overrides", "--check", "--json"],
     "diff": ["a", "b", "--tolerance", "--json"],
     "report": ["run", "--json"],
     "timeline": ["run", "--step", "--out", "--json"],

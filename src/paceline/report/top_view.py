@@ -140,9 +140,9 @@ def _more(state: State, record: StepRecord) -> list[tuple[str, str]]:
             f"ages {shown(mean_age(record.ages), '.2f')} mean, {len(record.ages) - 1} oldest" if record.ages else "",
             f"both busy {shown(record.overlap_share, '.0%')}",
             f"learner waited {shown(record.exposed_generation_seconds, '.1f')} s",
-            f"idle {idle}" if idle else "",
             f"{counted(record.groups_waiting, 'group')} waiting",
             f"{counted(record.workers_up, 'worker')} up" if record.workers_up else "",
+            f"idle {idle}" if idle else "",
         ]
     return [("drafter", _joined(drafter)), ("ahead", _joined(ahead))]
 
@@ -153,7 +153,8 @@ def _roles(state: State) -> list[Text]:
     lines = [Text(), Text(f"{'at the end of step':<18} {state.timeline_step}", style="bold")]
     for role in state.roles:
         line = _line(role.role).append(f"{role.doing:<10}", style="bold cyan")
-        line.append(", ".join(f"{doing} {seconds:.1f} s" for doing, seconds in role.seconds.items()), style="dim")
+        took = [f"{doing} {seconds:.1f} s" for doing, seconds in role.seconds.items() if seconds >= 0.05]
+        line.append(", ".join(took), style="dim")
         lines.append(line.append(f"; {role.untold:.1f} s not told yet" if role.untold >= 0.05 else "", style="dim"))
     return lines
 
