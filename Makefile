@@ -101,7 +101,7 @@ test-ray: assets ## run the tests that start a Ray cluster on this machine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray $(PYTEST_ARGS) tests/rl/cluster
 
 test-vllm: assets venv-vllm ## run the tests that need the real vLLM
-	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/rl/test_vllm_run.py tests/rl/cluster/test_vllm_worker.py tests/audit/test_vllm.py
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/integrations/trl tests/rl/test_vllm_run.py tests/rl/cluster/test_vllm_worker.py tests/audit/test_vllm.py
 
 check: venv ## lint, formatting, types, floors
 	$(BIN)/ruff check
