@@ -1,19 +1,16 @@
-"""verl's own vLLM server with paceline in it, on a CPU: rollouts, a weight update of verl's, rollouts again.
+"""verl's own vLLM server with paceline in it, on a CPU: three visits to the same prompts, the last at another step.
 
 VERL_USE_EXTERNAL_MODULES=paceline.integrations.verl python examples/frameworks/verl_server.py [MODEL]
 
-Needs verl, Ray and a vLLM in one environment. The server, its worker and the trainer's side of the weight update are
-verl's classes as its registries give them; there is no training.
+Needs verl, Ray and a vLLM in one environment. Replica, server and worker are what verl's registry gives for the rollout
+``paceline``. There is no trainer: verl moves weights by CUDA alone, so the step is told without new weights.
 """
 
-import asyncio
 import os
 import sys
 
 import ray
-from safetensors.torch import load_file
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
 
 MODEL = os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else "examples/policies/sql-1m")
@@ -65,15 +62,8 @@ def rollouts(server, tokenizer, visit):
     return answers
 
 
-async def push(config, model, step):
-    """verl's weight update, as its trainer's workers do it: tensors through shared memory, then the step."""
-    adapter = get_rollout_class("paceline")(config, model, device_mesh=None, replica_rank=0)
-    tensors = load_file(os.path.join(MODEL, "model.safetensors"))
-    await adapter.update_weights(iter(tensors.items()), global_steps=step)
-
-
 def main():
-    """Three visits, with a weight update before the last."""
+    """Three visits, with verl's cue of a weight update before the last."""
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     config, model = rollout_config(), HFModelConfig(path=MODEL, use_remove_padding=False)
     replica = get_rollout_replica_class("paceline")(0, config, model, gpus_per_node=1)
@@ -92,8 +82,7 @@ def main():
     ray.get(server.launch_server.remote())
     rollouts(server, model.tokenizer, 0)
     rollouts(server, model.tokenizer, 1)
-    os.environ |= {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}
-    asyncio.run(push(config, model, 1))
+    ray.get(server.set_global_steps.remote(1))
     rollouts(server, model.tokenizer, 2)
     ray.shutdown()
 
