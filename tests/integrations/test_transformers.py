@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from paceline.audit.stats import g_test
+from paceline.engines.hf import HFEngine
 from paceline.integrations.transformers import Speculation, SpeculationError
+from paceline.integrations.transformers.lending import lent
 from paceline.schema import SOURCES
 from paceline.typed_yaml import ConfigError
 from tiny_models import ARCHITECTURES, VOCABULARY, tiny
@@ -102,13 +104,13 @@ def test_ends_of_rows_are_padded_as_transformers_pads_them():
     assert {rollout.finish_reason for rollout in speculate.rollouts} == {"stop", "length"}
 
 
-LAW = {"temperature": 2.5, "top_k": 6, "top_p": 0.9}
+LAW = {"temperature": 0.25, "top_k": 6, "top_p": 0.9}
 
 
 def law(model, prompt, said):
     """Of the next token under ``LAW``, by transformers' own processors where ties could fall either way."""
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *said]])).logits[0, -1] / 2.5
+        logits = model(torch.tensor([[*prompt, *said]])).logits[0, -1] / LAW["temperature"]
     logits = logits.masked_fill(logits < logits.topk(6).values[-1], -torch.inf)
     return TopPLogitsWarper(0.9)(None, logits[None])[0].softmax(0)
 
@@ -218,6 +220,15 @@ def test_the_model_comes_back_from_ctrl_c_and_the_next_call_says_the_same(passes
     assert torch.equal(sampled(model, speculate, seed=1), said)
     assert speculate.stats.tokens_accepted > 0.8 * speculate.stats.tokens_emitted
     assert speculate.stats.events == {}
+
+
+def test_an_engine_that_never_came_to_its_end_leaves_nothing_on_the_model():
+    model = owned()
+    before = condition(model)
+    with pytest.raises(KeyboardInterrupt), lent(model):
+        HFEngine(model)
+        raise KeyboardInterrupt
+    assert condition(model) == before
 
 
 def test_weights_that_the_caller_moved_are_used_and_told():
