@@ -81,12 +81,12 @@ def pairs_of(llm, prompt, count=1500):
 @pytest.mark.parametrize(
     ("settings", "is_tied"), [(HISTORY, True), (NGRAM, False), (NOTHING, False)], ids=["history", "ngram", "plain"]
 )
-def test_vllm_samples_the_law_of_the_weights_that_the_trainer_has_by_then(settings, is_tied, tmp_path):
+def test_vllm_samples_the_law_of_the_weights_that_the_trainer_has_by_then(settings, is_tied, tmp_path, caplog):
     from vllm import SamplingParams
 
     path = spread_out(tmp_path / "policy", tie_word_embeddings=is_tied)
     with speculate(settings, **OPTIONS) as drafting:
-        trainer = make_trainer(path, tmp_path, save_strategy="steps", save_steps=2, **COLOCATED)
+        trainer = make_trainer(path, tmp_path, save_strategy="steps", save_steps=1, **COLOCATED)
     trainer.train()
     trained = drafting.stats()
     trainer.vllm_generation.sync_weights()
@@ -116,6 +116,7 @@ def test_vllm_samples_the_law_of_the_weights_that_the_trainer_has_by_then(settin
     if settings is HISTORY:
         assert after.tokens_accepted - trained.tokens_accepted > 100
         resumes(path, tmp_path)
+    assert "starts anew" not in caplog.text
 
 
 def resumes(path, out):
@@ -136,7 +137,8 @@ def resumes(path, out):
     ("options", "line"),
     [
         ({"seed": 1}, "seed is what TRL gives vLLM itself"),
-        ({"speculative_config": {}}, "speculative_config is set here"),
+        ({"speculative_config": {}}, "speculative_config is set here; use drafter"),
+        ({"disable_log_stats": True}, "disable_log_stats is set here; leave it out"),
     ],
 )
 def test_what_contradicts_trl_is_one_line_before_a_model_is_loaded(options, line, policy, tmp_path):
@@ -173,6 +175,8 @@ def test_settings_are_refused_before_anything_is_started(settings, error, line):
     with pytest.raises(error, match=line), speculate(settings):
         pass
     assert vllm_generation.LLM is make
+    with pytest.raises(ConfigError, match="speculate: tokens: budget: -1 must be"), speculate(tokens=-1):
+        pass
 
 
 def test_rollouts_that_paceline_decodes_by_vllm_have_the_trainers_log_probabilities(policy, tmp_path):

@@ -25,6 +25,7 @@ from paceline.integrations.trl.keeping import Keeper
 from paceline.integrations.trl.rollouts import TrlError, figures_from, log
 from paceline.integrations.trl.settings import TrlSettings, read_settings
 from paceline.schema import EngineStats
+from paceline.typed_yaml import ConfigError
 
 PLACE = "speculate"
 #: What of the settings has a say where TRL starts the engine.
@@ -36,6 +37,8 @@ _HEARD = {
 _REMEDY = "build the trainer within the block, with GRPOConfig(use_vllm=True, vllm_mode='colocate')"
 #: Engine arguments that TRL sets for speed alone.
 _FREE = ("max_num_batched_tokens",)
+#: Those that are set here, and what to do instead.
+_OURS = {"speculative_config": "use drafter, and engine.vllm.speculative", "disable_log_stats": "leave it out"}
 
 
 class Drafting:
@@ -49,14 +52,15 @@ class Drafting:
         _check(settings)
         config = settings.engine.vllm
         self.settings = settings
+        self._mend = config.mend
         self._options = {**config.options, **options}
         self._speculative = speculation(settings.drafter, config.speculative)
         self._lossy = check_lossless("vllm", self._speculative or {}, allow_lossy=settings.allow_lossy)
         self.has_started = False
         self._llm: Any = None
         self._trainer: Any = None
-        self._keeper: Keeper | None = None
-        self._environment: Environment | None = None
+        self._unread: Keeper | None = None  # until the first weights say where the run starts
+        self._environment: Any = None
         self._tally = Tally()
         self._emitted = self._weight_version = 0
         self._pushed: dict[str, Tensor] = {}
@@ -106,11 +110,11 @@ class Drafting:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._trainer = self._keeper = None
+        self._llm = self._trainer = None
         gc.collect()
         gc.unfreeze()  # vLLM froze all that there was
         cleanup_dist_env_and_memory()
-        self._restore_environment()
+        self._environment.restore()
 
     # What TRL calls in the place of vLLM's own
 
@@ -125,12 +129,11 @@ class Drafting:
         arguments = self._arguments(arguments, on_cpu)
         mend_process()
         set_threads = torch.set_num_threads
-        own = EngineConfig(kind="vllm", vllm=VllmConfig(in_process=True))
-        self._environment = Environment(environment(own, on_cpu))
+        self._environment = Environment(environment(EngineConfig(kind="vllm"), on_cpu))
         try:
             llm = make(**arguments)
         except BaseException:
-            self._restore_environment()
+            self._environment.restore()
             raise
         finally:
             torch.set_num_threads = set_threads  # vLLM's worker on the CPU takes it away from the whole process
@@ -141,30 +144,31 @@ class Drafting:
         if on_cpu:
             _model(llm).load_weights = self._collect
         self._llm, self.has_started = llm, True
-        self._keeper = Keeper(self, None, self._trainer.accelerator.process_index)
-        self._trainer.add_callback(self._keeper)
+        self._unread = Keeper(self, None, self._trainer.accelerator.process_index)
+        self._trainer.add_callback(self._unread)
         return llm
 
     def _arguments(self, theirs: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
         """Engine arguments: TRL's, those of whoever drafts, and a person's own."""
-        drafter, vllm = self.settings.drafter, self.settings.engine.vllm
+        drafter = self.settings.drafter
         if taken := [name for name in self._options if name in theirs and name not in _FREE]:
             raise TrlError(f"{PLACE}: {taken[0]} is what TRL gives vLLM itself; set it in GRPOConfig, or leave it out")
-        if "speculative_config" in self._options:
-            raise TrlError(f"{PLACE}: speculative_config is set here; use drafter, and engine.vllm.speculative")
+        for name in set(self._options) & set(_OURS):
+            raise TrlError(f"{PLACE}: {name} is set here; {_OURS[name]}")
         if theirs.get("enable_sleep_mode") and self._speculative is not None and drafter.kind in MODELS:
             raise TrlError(
                 f"GRPOConfig.vllm_enable_sleep_mode=True: TRL wakes the policy's weights, not those of "
                 f"drafter.kind={drafter.kind}; set it to False, or drafter.kind=history"
             )
-        arguments = {**theirs, "disable_log_stats": False, **({"enforce_eager": True} if on_cpu else {})}
-        arguments |= self._options
+        arguments = {"enforce_eager": on_cpu, **theirs, **self._options, "disable_log_stats": False}
         if self._speculative is not None:
             arguments["speculative_config"] = self._speculative
             if drafter.kind in PLUGIN_KINDS:
                 given = dict(arguments.get("additional_config") or {})
-                own = plugin_settings(drafter, self.settings.budget, vllm.mend)
-                arguments["additional_config"] = given | {"paceline": own | given.get("paceline", {})}
+                own, further = plugin_settings(drafter, self.settings.budget, self._mend), given.get("paceline", {})
+                arguments["additional_config"] = given | {
+                    "paceline": own | further if isinstance(further, dict) else further
+                }
         return arguments
 
     def _generate(self, generate: Any, prompts: Sequence[Any], sampling_params: Any, **more: Any) -> Any:
@@ -200,8 +204,9 @@ class Drafting:
         if self._pushed:
             self._load()
         state = self._trainer.state
-        if self._keeper is not None and state.global_step and not self._weight_version:
-            self._keeper.restore(self._trainer.args, state)
+        keeper, self._unread = self._unread, None
+        if keeper is not None and state.global_step:
+            keeper.restore(self._trainer.args, state)
         self._weight_version = int(state.global_step)
         plugin = self._plugin()
         if plugin is not None:
@@ -227,19 +232,10 @@ class Drafting:
             model.load_weights = self._collect
             self._pushed = {}
 
-    @property
-    def _mend(self) -> bool:
-        return self.settings.engine.vllm.mend
-
     def _plugin(self) -> Any:
         """The plug-in; None where another drafter serves."""
         drafts = self._speculative is not None and self.settings.drafter.kind in PLUGIN_KINDS
         return _worker(self.llm).model_runner.drafter if drafts else None
-
-    def _restore_environment(self) -> None:
-        if self._environment is not None:
-            self._environment.restore()
-            self._environment = None
 
 
 @contextmanager
@@ -265,7 +261,10 @@ def speculate(
 
     read = read_settings(settings, overrides, PLACE)
     if tokens is not None:
-        read = replace(read, drafter=replace(read.drafter, budget=tokens))
+        try:
+            read = replace(read, drafter=replace(read.drafter, budget=tokens))
+        except ValueError as error:
+            raise ConfigError(f"{PLACE}: tokens: {error}") from None
     drafting = Drafting(read, options)
     if (make := getattr(vllm_generation, "LLM", None)) is None:
         raise TrlError(f"{PLACE}: TRL was imported where it found no vLLM; import it where vLLM is installed")
