@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
+from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from paceline.schema import PacelineError, SamplingParams
 
@@ -47,9 +48,10 @@ _SETTING = {
 }
 #: Settings of what is returned that would need every logit or state of every position.
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-#: What ``generate`` prepares for a model's passes, and this engine prepares by itself; the cache by either name.
-_CACHES = ("cache", "past_key_values")
-_PREPARED = (*_CACHES, "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep")
+#: What ``generate`` prepares for a model's passes, and this engine prepares by itself.
+_PREPARED = (
+    "attention_mask", "position_ids", "cache", "past_key_values", "cache_position", "use_cache", "logits_to_keep",
+)  # fmt: skip
 
 
 class SpeculationError(PacelineError):
@@ -186,6 +188,8 @@ def check_call(model: Any, config: GenerationConfig, given: Mapping[str, Any], u
         )
     if len({str(device) for device in getattr(model, "hf_device_map", {}).values()}) > 1:
         raise SpeculationError("generate: the model lies on several devices; load it on one")
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        raise SpeculationError("generate: the model is sharded over processes; give each process a whole one")
     for name in ("streamer", "synced_gpus"):
         if unseen.get(name):
             raise SpeculationError(f"{name}: generate hands it to no custom_generate; leave it out")
@@ -196,10 +200,10 @@ def check_call(model: Any, config: GenerationConfig, given: Mapping[str, Any], u
         raise SpeculationError(
             f"cache_implementation={config.cache_implementation!r}: paceline holds keys and values itself; leave it out"
         )
-    for name in _CACHES:
-        cache = given.get(name)
-        if getattr(cache, "_is_user_defined", False) or (cache is not None and cache.get_seq_length()):
-            raise SpeculationError(f"{name}: paceline holds keys and values itself and starts from none; leave it out")
+    # Older versions name it otherwise, and do not say whose it is.
+    older = given.get("past_key_values")
+    if getattr(given.get("cache"), "_is_user_defined", False) or (older is not None and older.get_seq_length()):
+        raise SpeculationError("cache: paceline holds keys and values itself and starts from none; leave it out")
     for name, value in given.items():
         if name not in _PREPARED and value is not None and value is not False:
             raise SpeculationError(f"{name}: paceline decodes from token ids alone; leave it out")
