@@ -90,12 +90,12 @@ def config(**paceline):
 class Engine:
     """vLLM's engine with two workers, of which the first drafts."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, reports=({"drafted": 5}, None)):
+        self.calls, self.reports = [], reports
 
     async def collective_rpc(self, method, args):
         self.calls.append((method, args))
-        return [{"drafted": 5}, None]
+        return list(self.reports)
 
 
 def test_both_registries_know_the_rollout(verl):
@@ -128,8 +128,10 @@ def test_the_drafter_hears_of_every_weight_update_and_says_what_it_did(verl):
     assert asyncio.run(server.paceline_report()) == {"drafted": 5}
 
 
-def test_without_a_drafter_weight_updates_are_verls_alone(verl):
+def test_without_a_drafter_a_server_is_verls_and_has_nothing_to_report(verl):
     _, kind = verl.replicas["paceline"]()(0, config()).server_class
-    server = kind(config(drafter={"budget": 0}), Engine())
+    server = kind(config(drafter={"budget": 0}), Engine(reports=(None, None)))
+    assert "speculative_config" not in server.launched()
     asyncio.run(server.set_global_steps(1))
     assert server.global_steps == 1
+    assert asyncio.run(server.paceline_report()) == {}

@@ -24,9 +24,12 @@ class Server(vLLMHttpServer):
         await self.engine.collective_rpc("paceline_plugin", args=("on_weights", global_steps))
 
     async def paceline_report(self) -> dict[str, Any]:
-        """What the drafter of this replica did so far: the fields of ``EngineStats``, bytes of history, requests."""
+        """What the drafter of this replica did so far: the fields of ``EngineStats``, bytes of history, requests.
+
+        Empty where nothing drafts.
+        """
         reports = await self.engine.collective_rpc("paceline_plugin", args=("report",))
-        found: dict[str, Any] = next(report for report in reports if report is not None)
+        found: dict[str, Any] = next((report for report in reports if report is not None), {})
         return found
 
 
