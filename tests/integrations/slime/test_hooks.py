@@ -112,7 +112,7 @@ def server(monkeypatch):
     )
     generating._model.cache_clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
         told.args = SimpleNamespace(
             paceline_url=f"http://127.0.0.1:{httpd.server_port}/v1", hf_checkpoint="policy", debug_rollout_only=True
         )
