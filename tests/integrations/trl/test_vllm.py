@@ -158,9 +158,9 @@ def test_an_engine_that_no_trainer_starts_is_refused(policy):
     [
         (HISTORY, TrlError, "TRL started no engine within the block; build the trainer within the block"),
         ({"drafter": {"knid": "none"}}, ConfigError, "speculate.*knid"),
-        ({"engine": {"slots": 4}}, TrlError, "engine.slots has no say where TRL drives vLLM"),
-        ({"engine": {"vllm": {"sleep": 1}}}, TrlError, "engine.vllm.sleep has no say"),
-        ({"cotrain": {"when": "every"}}, TrlError, "cotrain has no say"),
+        ({"engine": {"slots": 4}}, ConfigError, "engine.slots has no say where TRL drives vLLM"),
+        ({"engine": {"vllm": {"sleep": 1}}}, ConfigError, "engine.vllm.sleep has no say"),
+        ({"cotrain": {"when": "every"}}, ConfigError, "cotrain has no say"),
         (
             {"engine": {"vllm": {"speculative": {"rejection_sample_method": "synthetic"}}}},
             LossyError,

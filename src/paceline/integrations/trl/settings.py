@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-from paceline.config import BudgetConfig, CheckConfig, Config, CotrainConfig, DrafterConfig, EngineConfig, PolicyConfig
+from paceline.config import (
+    BudgetConfig,
+    CheckConfig,
+    Config,
+    CotrainConfig,
+    DrafterConfig,
+    EngineConfig,
+    PolicyConfig,
+    VllmConfig,
+)
 from paceline.config.base import Section
 from paceline.schema import SamplingParams
 from paceline.typed_yaml import ConfigError, convert, load
@@ -18,6 +27,13 @@ _KNOWN = (
     "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "stop",
     "stop_token_ids", "ignore_eos",
 )  # fmt: skip
+
+#: What has a say in a vLLM that TRL starts, section by section.
+_COLOCATED = {
+    "": ("allow_lossy", "engine", "drafter", "budget"),
+    "engine.": ("kind", "vllm"),
+    "engine.vllm.": ("mend", "options", "speculative"),
+}
 
 
 class TrlSettings(Section):
@@ -67,6 +83,18 @@ def read_settings(
             raise ConfigError(f"{place}: overrides {list(overrides)} are for a file or none; set the keys instead")
         return convert(TrlSettings, dict(source), place)
     return load(TrlSettings, source, overrides)
+
+
+def check_colocated(settings: TrlSettings, place: str) -> None:
+    """ConfigError for a setting that has no say where TRL starts vLLM and drives it."""
+    for prefix, section, default in (
+        ("", settings, TrlSettings()),
+        ("engine.", settings.engine, EngineConfig()),
+        ("engine.vllm.", settings.engine.vllm, VllmConfig()),
+    ):
+        for field in msgspec.structs.fields(section):
+            if field.name not in _COLOCATED[prefix] and getattr(section, field.name) != getattr(default, field.name):
+                raise ConfigError(f"{place}: {prefix}{field.name} has no say where TRL drives vLLM; leave it out")
 
 
 def sampling(args: Any) -> SamplingParams:

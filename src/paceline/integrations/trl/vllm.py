@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import Trainer
 
-from paceline.config import MODELS, EngineConfig, VllmConfig
+from paceline.config import MODELS, EngineConfig
 from paceline.engines.guard import check_lossless
 from paceline.engines.vllm.counts import Tally
 from paceline.engines.vllm.launch import PLUGIN_KINDS, environment, plugin_settings, speculation
@@ -23,17 +23,11 @@ from paceline.engines.vllm.versions import require_vllm
 from paceline.engines.vllm.workarounds import mend_process, mend_worker, refit_refusal, refusal, standing
 from paceline.integrations.trl.keeping import Keeper
 from paceline.integrations.trl.rollouts import TrlError, figures_from, log
-from paceline.integrations.trl.settings import TrlSettings, read_settings
+from paceline.integrations.trl.settings import TrlSettings, check_colocated, read_settings
 from paceline.schema import EngineStats
 from paceline.typed_yaml import ConfigError
 
 PLACE = "speculate"
-#: What of the settings has a say where TRL starts the engine.
-_HEARD = {
-    "": ("allow_lossy", "engine", "drafter", "budget"),
-    "engine.": ("kind", "vllm"),
-    "engine.vllm.": ("mend", "options", "speculative"),
-}
 _REMEDY = "build the trainer within the block, with GRPOConfig(use_vllm=True, vllm_mode='colocate')"
 #: Engine arguments that TRL sets for speed alone.
 _FREE = ("max_num_batched_tokens",)
@@ -49,7 +43,7 @@ class Drafting:
     """
 
     def __init__(self, settings: TrlSettings, options: Mapping[str, Any]) -> None:
-        _check(settings)
+        check_colocated(settings, PLACE)
         config = settings.engine.vllm
         self.settings = settings
         self._mend = config.mend
@@ -275,18 +269,6 @@ def speculate(
         vllm_generation.LLM = make
     if not drafting.has_started:
         raise TrlError(f"{PLACE}: TRL started no engine within the block; {_REMEDY}")
-
-
-def _check(settings: TrlSettings) -> None:
-    """TrlError for a setting that nobody would hear."""
-    for prefix, section, default in (
-        ("", settings, TrlSettings()),
-        ("engine.", settings.engine, EngineConfig()),
-        ("engine.vllm.", settings.engine.vllm, VllmConfig()),
-    ):
-        for field in fields(section):
-            if field.name not in _HEARD[prefix] and getattr(section, field.name) != getattr(default, field.name):
-                raise TrlError(f"{PLACE}: {prefix}{field.name} has no say where TRL drives vLLM; leave it out")
 
 
 def _asking() -> Any:
