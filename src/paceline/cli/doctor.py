@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: What the self-check audits: the cases that between them put chains, trees, ragged and empty drafts, cut and shaped
 #: laws, greedy decoding, refusals and a head before the verifier, in the least time.
-CASES = ("plain", "tree", "ragged", "cut", "shaped", "greedy", "refusals", "mtp")
+CASES = ("plain", "tree", "ragged", "cut", "shaped", "raw", "greedy", "refusals", "mtp")
 _SCALE = 0.1
 
 

@@ -96,12 +96,11 @@ def version_of(package: Package) -> str | None:
         spec = importlib.util.find_spec(package.module)
         if spec is None or spec.origin is None:  # without an origin it is a mere folder of that name
             return None
-    for name in (package.name, *importlib.metadata.packages_distributions().get(package.module, ())):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"
+    try:
+        return importlib.metadata.version(package.name)
+    except importlib.metadata.PackageNotFoundError:  # another distribution brought the module, as mlflow's does
+        names = importlib.metadata.packages_distributions().get(package.module, ())
+        return next((importlib.metadata.version(name) for name in names), "unknown")
 
 
 def vllm(is_needed: bool) -> Iterator[Finding]:

@@ -19,7 +19,6 @@ from paceline.schema import PacelineError
 AREA = "run"
 #: Bytes that training a weight of float32 takes: itself, its gradient and two moments.
 _TRAINED = 4
-_PICKLES = (".bin", ".pt", ".pth")
 
 
 def configured(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
@@ -89,7 +88,7 @@ def model(name: str, path: str, key: str, config: Config | None = None) -> Itera
         return
     weights = [file for file in source.iterdir() if file.suffix == ".safetensors"]
     if not weights:
-        pickles = [file.name for file in source.iterdir() if file.suffix in _PICKLES]
+        pickles = [file.name for file in source.iterdir() if file.suffix in (".bin", ".pt", ".pth")]
         has = f"; {pickles[0]} is a pickle, which is never loaded" if pickles else ""
         yield refused(AREA, name, f"{key}={path}: no weights in safetensors{has}", "save the model as safetensors")
         return
@@ -100,8 +99,7 @@ def model(name: str, path: str, key: str, config: Config | None = None) -> Itera
     if config.policy.lora is None and _TRAINED * held > free and config.policy.device in ("auto", "cpu"):
         says = f"training all weights takes at least {size(_TRAINED * held)}, {size(free)} are free"
         yield warning(AREA, "policy: memory", says, "set policy.lora, or policy.dtype=bfloat16")
-    limit = _context(source, config)
-    longest = config.sampling.max_tokens
+    limit, longest = _context(source, config), config.sampling.max_tokens
     if limit and longest >= limit:
         says = f"sampling.max_tokens={longest} leaves no room for a prompt in a context of {limit}"
         yield warning(AREA, "policy: context", says, "lower sampling.max_tokens; answers end at the context")
@@ -224,15 +222,16 @@ def checks(config: Config) -> Iterator[Finding]:
 def trackers(config: Config) -> Iterator[Finding]:
     """Whether the trackers are there, and who can read their page."""
     for name in config.track.to:
-        yield from guarded(AREA, name, partial(_tracker, replace(config.track, to=(name,))))
-    if "prometheus" in config.track.to:
-        page = config.track.prometheus
-        who = "this machine alone" if is_loopback(page.host) else "others, who must send PACELINE_TOKEN"
-        if page.port and not _is_free(page.host, page.port):
-            says = f"track.prometheus.port={page.port} is taken on {page.host}"
-            yield refused(AREA, "port", says, "set another, or 0 for any that is free")
-        else:
-            yield ok(AREA, "port", f"{page.host}:{page.port} can be read by {who}")
+        found = guarded(AREA, name, partial(_tracker, replace(config.track, to=(name,))))
+        yield from found
+        if name == "prometheus" and found[-1].outcome == "ok":
+            page = config.track.prometheus
+            who = "this machine alone" if is_loopback(page.host) else "others, who must send PACELINE_TOKEN"
+            if page.port and not _is_free(page.host, page.port):
+                says = f"track.prometheus.port={page.port} is taken on {page.host}"
+                yield refused(AREA, "port", says, "set another, or 0 for any that is free")
+            else:
+                yield ok(AREA, "port", f"{page.host}:{page.port} can be read by {who}")
 
 
 def _tracker(track: TrackConfig) -> Iterator[Finding]:
