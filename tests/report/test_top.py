@@ -215,7 +215,11 @@ def test_no_line_is_wider_than_the_terminal(tmp_path):
     state = Watch(write_run(tmp_path / "run", [*make_records(4, 20), make_record(80, events=events)])).poll()
     for width in (40, 100):
         assert max(map(len, drawn(state, width).splitlines())) <= width
-    assert "and 29 more" in drawn(state)  # slots_full is one of them
+    assert any(line.endswith("…") for line in drawn(state, 40).splitlines())
+    whole = drawn(state)
+    assert "event_10 1" in whole
+    assert "and 29 more" in whole  # slots_full is one of them
+    assert "event_9 1" not in whole
 
 
 def test_a_sparkline_scales_averages_and_leaves_gaps():
