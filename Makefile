@@ -35,7 +35,7 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm assets browser test test-ranks test-ray test-vllm check sanitize demo bench bench-vllm docs clean
+.PHONY: help venv venv-vllm assets browser test test-ranks test-ray test-vllm wheels check sanitize demo bench bench-vllm docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -108,7 +108,10 @@ test-ray: assets ## run the tests that start a Ray cluster on this machine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray $(PYTEST_ARGS) tests/rl/cluster
 
 test-vllm: assets venv-vllm ## run the tests that need the real vLLM
-	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_JOBS) $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/rl/test_vllm_run.py tests/rl/cluster/test_vllm_worker.py tests/audit/test_vllm.py
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_JOBS) $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/integrations/trl tests/rl/test_vllm_run.py tests/rl/cluster/test_vllm_worker.py tests/audit/test_vllm.py
+
+wheels: venv ## fetch the wheels of RL frameworks whose contracts tests/integrations/frameworks reads
+	$(PIP) download --quiet --no-deps --dest .wheels verl==0.9.1 skyrl==0.3.0 openrlhf==0.11.2 areal==1.0.4
 
 check: venv ## lint, formatting, types, floors
 	$(BIN)/ruff check

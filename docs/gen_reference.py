@@ -20,6 +20,7 @@ from paceline.audit.vllm_matrix import summary, support_table
 from paceline.config import Config
 from paceline.engines.vllm.workarounds import FAULTS
 from paceline.report.definitions import EVENTS, METRICS
+from paceline.report.elsewhere import ELSEWHERE
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
@@ -113,6 +114,12 @@ def events() -> str:
     )
 
 
+def elsewhere() -> str:
+    """What other tools call the metrics."""
+    rows = [f"| `{a.metric}` | {a.tool} | `{a.name}` | {a.differs} |" for a in ELSEWHERE]
+    return "\n".join(["| here | tool | there | what differs |", "|---|---|---|---|", *rows])
+
+
 def faults() -> str:
     """Faults with the tests that name them. ValueError for one that ``faults.yml`` does not describe."""
     known = yaml.safe_load((HERE / "faults.yml").read_text(encoding="utf-8"))
@@ -169,6 +176,7 @@ REFERENCES = {
     "configuration": configuration,
     "metrics": metrics,
     "events": events,
+    "elsewhere": elsewhere,
     "faults": faults,
     "vllm_support": vllm_support,
     "vllm_faults": vllm_faults,

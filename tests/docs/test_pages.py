@@ -11,6 +11,7 @@ import yaml
 
 from paceline.config import BudgetConfig, TaskConfig, dump_config, known_keys, load_config
 from paceline.report.definitions import EVENTS, METRICS
+from paceline.report.elsewhere import ELSEWHERE
 from paceline.rl.tasks import make_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,13 @@ def test_the_metrics_reference_has_every_metric(reference: ModuleType) -> None:
 def test_the_events_reference_has_every_event(reference: ModuleType) -> None:
     text = reference.on_page_markdown("<!-- reference: events -->")
     assert [event for event in EVENTS if f"| `{event}` |" not in text] == []
+
+
+def test_the_names_of_other_tools_are_of_metrics_that_exist_and_all_on_the_page(reference: ModuleType) -> None:
+    text = reference.on_page_markdown("<!-- reference: elsewhere -->")
+    assert {other.metric for other in ELSEWHERE} <= {metric.name for metric in METRICS}
+    assert len({(other.tool, other.name) for other in ELSEWHERE}) == len(ELSEWHERE)
+    assert [other.name for other in ELSEWHERE if f"| {other.tool} | `{other.name}` |" not in text] == []
 
 
 def test_the_faults_page_has_every_row_that_a_test_names(reference: ModuleType) -> None:

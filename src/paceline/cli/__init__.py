@@ -10,6 +10,7 @@ from paceline.cli.audit import audit
 from paceline.cli.cache import cache
 from paceline.cli.config import config
 from paceline.cli.diff import diff
+from paceline.cli.doctor import doctor
 from paceline.cli.draft import draft
 from paceline.cli.plan import plan
 from paceline.cli.profile import profile
@@ -18,13 +19,14 @@ from paceline.cli.report import report
 from paceline.cli.serve import serve
 from paceline.cli.simulate import simulate
 from paceline.cli.timeline import timeline
+from paceline.cli.top import top
 from paceline.cli.train import train
 from paceline.cli.tune import tune
 from paceline.cli.warmup import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _RUNS = (train, warmup, replay, profile, simulate, tune, plan)
-for _command in (*_RUNS, audit, diff, report, timeline, serve, config, assets):
+for _command in (*_RUNS, doctor, audit, diff, report, timeline, top, serve, config, assets):
     app.command()(_command)
 app.add_typer(cache, name="cache")
 app.add_typer(draft, name="draft")

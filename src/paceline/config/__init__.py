@@ -32,6 +32,12 @@ from paceline.config.engine import PluginConfig as PluginConfig
 from paceline.config.engine import SentinelConfig as SentinelConfig
 from paceline.config.engine import VllmConfig as VllmConfig
 from paceline.config.parallel import ParallelConfig as ParallelConfig
+from paceline.config.track import TRACKERS as TRACKERS
+from paceline.config.track import MlflowConfig as MlflowConfig
+from paceline.config.track import PrometheusConfig as PrometheusConfig
+from paceline.config.track import TrackConfig as TrackConfig
+from paceline.config.track import WandbConfig as WandbConfig
+from paceline.config.track import is_loopback as is_loopback
 from paceline.schema import SamplingParams
 from paceline.typed_yaml import ConfigError as ConfigError
 
@@ -185,6 +191,7 @@ class Config(Section):
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     check: CheckConfig = msgspec.field(default_factory=CheckConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
+    track: TrackConfig = msgspec.field(default_factory=TrackConfig)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, ">= 0: a run has one seed, and it is never drawn for you")
@@ -276,6 +283,7 @@ FREE_SETTINGS: tuple[str, ...] = (
     "parallel",
     "check",
     "checkpoint",
+    "track",
     "rl.steps",
     "rl.epochs",
     "rl.eval_every",
@@ -292,9 +300,14 @@ VERIFICATION_SETTINGS: tuple[str, ...] = (
 )
 
 
+def flat_settings(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    return dict(_flat(msgspec.to_builtins(config), ""))
+
+
 def unlike_settings(a: Config, b: Config, but: Sequence[str] = ()) -> list[str]:
     """The settings that decide tokens and differ, as ``key (A: x, B: y)``; those in ``but`` may."""
-    settings_a, settings_b = (dict(_flat(msgspec.to_builtins(config), "")) for config in (a, b))
+    settings_a, settings_b = flat_settings(a), flat_settings(b)
     return [
         f"{key} (A: {settings_a.get(key)!r}, B: {settings_b.get(key)!r})"
         for key in sorted(settings_a.keys() | settings_b.keys())

@@ -49,7 +49,8 @@ class Runner:
         self.device = model.device
         self.dtype = model.dtype
         self.kv = KVSlots(config.num_hidden_layers)
-        self._heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+        heads = config.num_attention_heads
+        self._heads_per_kv = heads // (getattr(config, "num_key_value_heads", None) or heads)
         self._keep_N: torch.Tensor | None = None
         self._taps: Taps | None = None
         self._invariance = Invariance(model) if invariant else None

@@ -24,7 +24,7 @@ from paceline.report.summary import first_and_later, summary_rows
 from paceline.schema import StepRecord
 
 #: The phases told apart in the bar, with their colours; all others are shown as ``other``.
-_COLOURS = {
+PHASE_STYLES = {
     "generation": "cyan", "reward": "yellow", "train": "magenta", "drafter": "bright_magenta", "refit": "green",
     "check": "blue", "eval": "red", "other": "bright_black",
 }  # fmt: skip
@@ -140,7 +140,7 @@ def lossy_banner(settings: Sequence[str]) -> Text:
 
 def phase_shares(record: StepRecord) -> dict[str, float]:
     """Share of the step's wall clock by phase, with ``other`` for whatever has no colour of its own."""
-    seconds = dict.fromkeys(_COLOURS, 0.0)
+    seconds = dict.fromkeys(PHASE_STYLES, 0.0)
     for phase, value in record.seconds.items():
         if math.isfinite(value):
             seconds[phase if phase in seconds else "other"] += value
@@ -176,7 +176,7 @@ def _row(record: StepRecord) -> Text:
         f"{shown(record.tokens_per_forward, '.2f'):>8} {shown(record.acceptance, '.0%'):>7} "
         f"{shown(record.speedup_projected, '.2f'):>8}  "
     )
-    row.append_text(_bar(phase_shares(record)))
+    row.append_text(phase_bar(phase_shares(record)))
     if drafter := _drafter(record):
         row.append(f"  {drafter}", style="yellow")
     if overlap := _overlap(record):
@@ -190,19 +190,19 @@ def _row(record: StepRecord) -> Text:
     return row
 
 
-def _bar(shares: dict[str, float]) -> Text:
-    """The phases as a bar of ``_BAR_CELLS`` cells; rounded so that they always fill it."""
+def phase_bar(shares: dict[str, float], cells: int = _BAR_CELLS) -> Text:
+    """The phases as a bar of ``cells`` cells; rounded so that they always fill it."""
     bar, edge, reached = Text(), 0.0, 0
     for phase, share in shares.items():
-        edge += share * _BAR_CELLS
-        bar.append("━" * (round(edge) - reached), style=_COLOURS[phase])
+        edge += share * cells
+        bar.append("━" * (round(edge) - reached), style=PHASE_STYLES[phase])
         reached = round(edge)
-    return bar.append(" " * (_BAR_CELLS - reached))
+    return bar.append(" " * (cells - reached))
 
 
 def _legend() -> Text:
     legend = Text(" " * _HEADINGS.index("share"))
-    for phase, colour in _COLOURS.items():
+    for phase, colour in PHASE_STYLES.items():
         legend.append("━ ", style=colour).append(f"{phase} ", style="dim")
     return legend
 

@@ -185,7 +185,7 @@ def truncate_from(path: str | Path, step: int) -> int:
         return 0
     kept, lines = [], path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
-        if line.endswith(b"\n") and _decode(_StepOnly, line, path, number).step < step:
+        if line.endswith(b"\n") and decode_line(_StepOnly, line, path, number).step < step:
             kept.append(line)
     write_atomically(path, b"".join(kept))
     return len(lines) - len(kept)
@@ -240,7 +240,7 @@ def _read(kind: type[RowT], path: Path) -> Iterator[RowT]:
     with source:
         for number, line in enumerate(source, start=1):
             try:
-                row = _decode(kind, line, path, number)
+                row = decode_line(kind, line, path, number)
             except TraceError:
                 if line.endswith(b"\n"):
                     raise
@@ -249,7 +249,8 @@ def _read(kind: type[RowT], path: Path) -> Iterator[RowT]:
             yield row
 
 
-def _decode(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
+def decode_line(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
+    """Line ``number`` of ``path``; null reads back as NaN. TraceError, which names it, where it is broken."""
     try:
         if b"null" not in line:
             return msgspec.json.decode(line, type=kind)

@@ -11,6 +11,8 @@ from paceline.schema import PacelineError
 CONFIG, METRICS, ROLLOUTS, PROMPTS = "config.yaml", "metrics.jsonl", "rollouts.jsonl", "prompts.jsonl"
 #: What everyone did, second by second, in a run that has something to overlap.
 TIMELINE = "timeline.jsonl"
+#: By what trackers go on with this run.
+TRACKERS = "trackers.json"
 POLICY = "policy"
 #: The policy as an engine that loads from disk gets it; gone when the run ends.
 EXPORT = ".engine-model"
@@ -37,7 +39,7 @@ def claim(out: Path, config: Config, resume: bool, overwrite: bool) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if overwrite and not resume:
-            for name in (METRICS, ROLLOUTS, PROMPTS, TIMELINE, "example.json", "report.html"):
+            for name in (METRICS, ROLLOUTS, PROMPTS, TIMELINE, TRACKERS, "example.json", "report.html"):
                 (out / name).unlink(missing_ok=True)
             checkpoint.clear(out / CHECKPOINTS)
         write_atomically(stored, dump_config(config).encode())

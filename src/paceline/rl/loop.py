@@ -32,6 +32,7 @@ from paceline.report.trace import (
     truncate_from,
     write_prompts,
 )
+from paceline.report.trackers import Trackers, check_trackers
 from paceline.rl import checkpoint, folder
 from paceline.rl.batch import Batch
 from paceline.rl.curriculum import Curriculum, Item, load_items
@@ -66,6 +67,7 @@ def train(
     """
     tell = on_event or _nobody_listens
     out = Path(config.out).expanduser()
+    check_trackers(config.track)
     folder.claim(out, config, resume, overwrite)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -106,12 +108,14 @@ class Run:
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
         self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
+        self.trackers = Trackers(config, out, out / folder.TRACKERS, self._warn)
         self.fleet = make_fleet(config, self.policy, out, bool(grammars), self._warn)
         self.generation = Generation(config, self.curriculum, self.fleet, self._judges, self._count)
         self.cotraining = Cotraining(config, self.policy, self.learner, self._warn, tell)
 
     def close(self) -> None:
         """End the judges' workers and release the engine."""
+        self.trackers.close()
         self.generation.close()
         for judge in self._judges.values():
             judge.close()
@@ -125,6 +129,7 @@ class Run:
         """Run the steps that are left; after each, the files are complete up to it."""
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
+        self.trackers.open(self.records)
         self._warn_if("lossy", lossy_run(self.fleet.stats().lossy))
         self._warn_if("law_shaped", shaped_law(self._shaping))
         speculative = getattr(getattr(self.fleet, "engine", None), "speculative", None)
@@ -149,6 +154,7 @@ class Run:
                     if step + 1 == total or stop or (every and (step + 1) % every == 0):
                         self.save()
                     self.tell(record)
+                    self.trackers.record(record)
                     if stop and step + 1 < total:
                         self._report()
                         raise KeyboardInterrupt

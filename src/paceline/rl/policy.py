@@ -107,7 +107,7 @@ class Policy:
         """An independent plain copy with merged weights, in eval mode and without gradients, for an engine to own."""
         if self.adapter is not None:
             return _merged_copy(self.adapter)
-        return copy.deepcopy(self.model).requires_grad_(False).eval()
+        return _own_forward(copy.deepcopy(self.model)).requires_grad_(False).eval()
 
     def encode_prompt(self, text: str) -> Tokens:
         """Token ids of a prompt: one user turn of the chat template, ready for the answer, or the bare text.
@@ -246,4 +246,11 @@ def _merged_copy(adapter: PeftModel) -> PreTrainedModel:
     plain = copy.deepcopy(adapter).unload()
     assert isinstance(plain, PreTrainedModel)
     lora.copy_exactly({name: plain.get_parameter(name) for name in merged}, merged, "merge")
-    return plain.eval().requires_grad_(False)
+    return _own_forward(plain).eval().requires_grad_(False)
+
+
+def _own_forward(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its classes' forwards: one that a trainer put in their place may run the model it was put on."""
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
+    return model

@@ -109,7 +109,7 @@ def plan(
         from vllm.config import StructuredOutputsConfig
 
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**arguments["structured_outputs_config"])
-    launch = Launch(arguments, _environment(config, on_cpu), config.vllm.in_process, config.vllm.mend)
+    launch = Launch(arguments, environment(config, on_cpu), config.vllm.in_process, config.vllm.mend)
     return Plan(launch, speculative, lossy, kv_tokens)
 
 
@@ -199,7 +199,7 @@ def _with_options(arguments: dict[str, Any], options: Mapping[str, Any]) -> dict
     return {**arguments, **options, **({"additional_config": extra} if extra else {})}
 
 
-def _environment(config: EngineConfig, on_cpu: bool) -> dict[str, str]:
+def environment(config: EngineConfig, on_cpu: bool) -> dict[str, str]:
     """Variables that are set while vLLM lives; what a person set is left as it is."""
     # The second model runner knows no drafter of a class of one's own.
     wanted = {"VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -157,13 +157,18 @@ def faults_here() -> dict[str, Fault]:
 
     on_cpu = bool(current_platform.is_cpu())
     places = {"anywhere": True, "cpu": on_cpu, "cpu without triton": on_cpu and not HAS_TRITON}
-    version = parsed(installed() or "")
+    return {name: fault for name, fault in faults_of(installed() or "").items() if places[fault.where]}
+
+
+def faults_of(version: str) -> dict[str, Fault]:
+    """The faults that a vLLM of ``version`` has on one platform or other, by name; imports no vLLM."""
+    numbers = parsed(version)
 
     def has(fault: Fault) -> bool:
-        after = fault.since is None or version is None or version >= fault.since
-        return after and (fault.until is None or version is None or version < fault.until)
+        after = fault.since is None or numbers is None or numbers >= fault.since
+        return after and (fault.until is None or numbers is None or numbers < fault.until)
 
-    return {fault.name: fault for fault in FAULTS if places[fault.where] and has(fault)}
+    return {fault.name: fault for fault in FAULTS if has(fault)}
 
 
 def mend_process() -> list[str]:

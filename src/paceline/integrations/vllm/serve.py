@@ -1,6 +1,5 @@
 """Starts vLLM's OpenAI-compatible server with the plug-in in it, and looks after the process."""
 
-import ipaddress
 import json
 import os
 import signal
@@ -17,12 +16,11 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from paceline.config import PluginConfig
-from paceline.engines.guard import check_lossless
+from paceline.config import PluginConfig, is_loopback
 from paceline.engines.vllm.versions import require_vllm
+from paceline.integrations.frameworks import engine_arguments
 from paceline.schema import PacelineError
 
-PLUGIN = "paceline.integrations.vllm.HistoryProposer"
 #: Arguments of the server that are set here, and what to use for them.
 _OURS = {
     "--model": "MODEL",
@@ -82,16 +80,15 @@ class Server:
             name = argument.split("=", 1)[0].replace("_", "-")
             if name in _OURS:
                 raise ServeError(f"{argument}: set here already; use {_OURS[name]}")
-        speculative = {"method": "custom_class", "model": PLUGIN, "num_speculative_tokens": plugin.drafter.budget}
-        check_lossless("vllm", speculative, environ)
+        drafts = engine_arguments(plugin, environ=environ)
+        additional = json.dumps(drafts["additional_config"])
         self.model, self.plugin, self.host, self.port, self.token = model, plugin, host, port, token
-        additional = json.dumps({"paceline": msgspec.to_builtins(plugin)})
         self.command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host,
             "--port", str(port), "--shutdown-timeout", str(_DRAIN_SECONDS), "--additional-config", additional,
         ]  # fmt: skip
-        if plugin.drafter.budget:
-            self.command += ["--speculative-config", json.dumps(speculative)]
+        if "speculative_config" in drafts:
+            self.command += ["--speculative-config", json.dumps(drafts["speculative_config"])]
         self.command += arguments
         self._environ = dict(os.environ if environ is None else environ)
         self._is_ready = False
@@ -159,16 +156,6 @@ class Server:
         # A server that listens everywhere is asked here.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def serve(server: Server, on_ready: Callable[[Served], None]) -> int:

@@ -41,6 +41,17 @@ def make_task(name: str, config: TaskConfig, seed: int) -> Task:
     return task
 
 
+def check_task(name: str, config: TaskConfig) -> None:
+    """Raise ConfigError, one line, where the configured task ``name`` is not there or its options do not fit.
+
+    Nothing is built or fetched: what the task's constructor would refuse is seen at the start of a run.
+    """
+    try:
+        _check_options(_find(config.kind or name), config.options)
+    except ConfigError as error:
+        raise ConfigError(f"task {name}: {error}") from error
+
+
 def _find(kind: str) -> Any:
     if kind in BUILT_IN:
         return load_by_path(BUILT_IN[kind])

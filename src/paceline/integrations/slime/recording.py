@@ -1,0 +1,38 @@
+"""The samples of a slime run as a rollout log, which ``paceline replay`` and ``paceline tune`` read."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.report.trace import write_atomically
+
+_LOG = logging.getLogger(__name__)
+
+
+def record(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[Any],
+    rollout_extra_metrics: Mapping[str, Any] | None,  # noqa: ARG001  slime's signature
+    rollout_time: float,  # noqa: ARG001
+) -> bool:
+    """Write the samples of a rollout to ``args.paceline_log``, a folder: token ids and lengths, no text, no reward.
+
+    One file a rollout, ``ID.json``; one that is repeated after a resume replaces its file. False: slime logs its own
+    metrics as ever. A disk that fails is told, and the training goes on.
+    """
+    folder = getattr(args, "paceline_log", None)
+    if folder is None:
+        _LOG.warning("nothing is recorded: set paceline_log to a folder in the file of --custom-config-path")
+        return False
+    rows = [{"tokens": [int(token) for token in one.tokens], "response_length": one.response_length} for one in samples]
+    path = Path(folder).expanduser() / f"{rollout_id}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.encode({"rollout_id": rollout_id, "samples": rows}) + b"\n")
+    except OSError as error:
+        _LOG.warning("%s: this rollout is not recorded: %s", path, error.strerror or error)
+    return False
