@@ -1,7 +1,8 @@
 """The blocks of the documentation's pages, and the commands in them.
 
 A comment above a block, unseen by readers, says what running it takes: ``<!-- block: needs vllm -->`` names a package
-that the environment may lack, ``<!-- block: needs a GPU -->`` something else.
+that the environment may lack, ``<!-- block: needs a GPU -->`` something else. ``<!-- block: for verl -->`` says that
+another program reads the block, of which then only what is paceline's is looked at.
 """
 
 import re
@@ -19,7 +20,7 @@ PAGES = (
 )
 #: What begins a command; a line of anything else is output.
 PROGRAMS = {"paceline", "python", "make", "pip", "cat", "tail", "head", "source"}
-NEEDS = re.compile(r"<!-- block: needs (.+?) -->\s*$")
+NEEDS = re.compile(r"<!-- block: (needs|for) (.+?) -->\s*$")
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
 
 
@@ -30,6 +31,7 @@ class Block:
     language: str
     title: str | None
     needs: str | None
+    reader: str | None
     text: str
 
     def __str__(self) -> str:
@@ -47,7 +49,8 @@ def blocks(page: str) -> list[Block]:
             needs = NEEDS.search(before)
             language, _, rest = fence[3].strip().partition(" ")
             title = re.search(r'title="(.+?)"', rest)
-            begun, body, mark = (number, language, title and title[1], needs and needs[1]), [], fence[2]
+            said = {needs[1]: needs[2]} if needs else {}
+            begun, body, mark = (number, language, title and title[1], said.get("needs"), said.get("for")), [], fence[2]
         elif begun and line.strip() == mark:
             found.append(Block(page, *begun, textwrap.dedent("\n".join(body))))
             begun = None

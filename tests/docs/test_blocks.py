@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.exceptions import TyperException
 from typer.testing import CliRunner
 
@@ -24,7 +24,9 @@ from paceline.history.snapshot import encode_snapshot
 from paceline.simulate.softcurves import load_soft
 from page_blocks import PAGES, PROGRAMS, ROOT, Block, blocks, commands
 
-BLOCKS = [block for page in PAGES for block in blocks(page)]
+FOUND = [block for page in PAGES for block in blocks(page)]
+BLOCKS = [block for block in FOUND if block.reader is None]
+FOREIGN = [block for block in FOUND if block.reader is not None]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 KINDS = ("python", "yaml", "json", "text", "")
 #: Run by a test of their own, which looks at what they give.
@@ -51,6 +53,12 @@ SMALL = {
         "prompt=prompt": "prompt=[5, 6]",
     },
     "docs/lossy.md": {"GenerateEngine(model": "GenerateEngine(MODEL"},
+    "docs/trl.md": {
+        'output_dir="runs/trl", num_generations=8, max_completion_length=256': 'output_dir="runs/trl", max_steps=1, '
+        "num_generations=2, per_device_train_batch_size=2, max_completion_length=4, use_cpu=True, bf16=False, "
+        "report_to=[]"
+    },
+    "docs/transformers.md": {"max_new_tokens=128": "max_new_tokens=4"},
     "docs/simulate.md": {"prompts=4096": "prompts=64", "engines=256": "engines=4", "repeats=10": "repeats=2"},
 }
 
@@ -59,7 +67,7 @@ def test_every_block_is_of_a_kind_that_is_tested_and_none_is_lost() -> None:
     assert [f"{b}: {b.language}" for b in BLOCKS if b.language not in KINDS] == []
     for page in PAGES:
         fences = re.findall(r"^ *(?:```|~~~)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
-        assert len(fences) == 2 * len([b for b in BLOCKS if b.page == page]), page
+        assert len(fences) == 2 * len([b for b in FOUND if b.page == page]), page
     assert [str(b) for b in BLOCKS if not b.language and not commands(b)] == [], "no command: say ```text"
     hidden = re.compile(rf"^(?:\$ )?(?:{'|'.join(PROGRAMS)}) +[\w-]+[./ ]", re.MULTILINE)
     assert [str(b) for b in BLOCKS if b.language == "text" and hidden.search(b.text)] == [], "a command: say ```"
@@ -73,8 +81,14 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "history.bin").write_bytes(encode_snapshot(HistoryDrafter().snapshot()))
     monkeypatch.chdir(tmp_path)
     session: dict[str, object] = {"__name__": "the_page"}
-    if page == "docs/lossy.md":
-        session["MODEL"] = AutoModelForCausalLM.from_pretrained(POLICY)
+    if page in ("docs/lossy.md", "docs/trl.md", "docs/transformers.md"):
+        model = AutoModelForCausalLM.from_pretrained(POLICY, dtype="float32")
+        tokenizer = AutoTokenizer.from_pretrained(POLICY, padding_side="left")
+        session |= {"MODEL": model, "model": model, "tokenizer": tokenizer, "QUESTIONS": ["List all genres."]}
+    if page == "docs/trl.md":
+        datasets = pytest.importorskip("datasets")
+        session["DATASET"] = datasets.Dataset.from_dict({"prompt": ["List all genres."]})
+        session["REWARD"] = lambda completions, **_: [float(len(said)) for said in completions]
     unused = set(SMALL.get(page, ()))
     for block in [block for block in PYTHON if block.page == page]:
         source = block.text
@@ -87,6 +101,15 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
         else:
             exec(code, session)
     assert not unused, f"no longer on {page}"
+
+
+@pytest.mark.parametrize("block", FOREIGN, ids=str)
+def test_what_others_read_calls_what_is_there(block: Block) -> None:
+    {"bash": str, "yaml": yaml.safe_load, "toml": tomllib.loads, "python": ast.parse}[block.language](block.text)
+    for words in [words for words in commands(block) if words[0] == "paceline"]:
+        _parse(words[1:], block)
+    for name in re.findall(r"\bpaceline\.integrations(?:\.\w+)+", block.text):
+        _name_exists(name, block)
 
 
 def test_what_is_run_elsewhere_is_run() -> None:
@@ -109,10 +132,16 @@ def _imports_exist(block: Block) -> None:
             names = [name.name for name in node.names] if isinstance(node, ast.ImportFrom) else []
             assert [name for name in names if not hasattr(found, name)] == [], str(block)
         if isinstance(node, ast.Constant) and re.fullmatch(r"paceline(\.\w+)+", str(node.value)):
-            module, _, name = str(node.value).rpartition(".")
-            folder = ROOT / "src" / module.replace(".", "/")
-            source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-            assert re.search(rf"\b{name}\b", source.read_text(encoding="utf-8")), f"{block}: {node.value}"
+            _name_exists(str(node.value), block)
+
+
+def _name_exists(dotted: str, block: Block) -> None:
+    module, _, name = dotted.rpartition(".")
+    folder = ROOT / "src" / module.replace(".", "/")
+    if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+        return
+    source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    assert re.search(rf"\b{name}\b", source.read_text(encoding="utf-8")), f"{block}: {dotted}"
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=str)
