@@ -165,3 +165,10 @@ def test_a_trainer_that_decodes_with_vllm_is_told_where_to_draft(policy, tmp_pat
     trainer.use_vllm = True
     with pytest.raises(TrlError, match=r"paceline\.integrations\.trl\.speculate"):
         rollouts(["abca"], trainer)
+
+
+def test_as_many_rows_decode_at_once_as_the_trainer_asks_for_unless_told_otherwise(policy, tmp_path):
+    for settings, slots in ((HISTORY, 12), (HISTORY | {"engine": {"slots": 5}}, 5)):
+        rollouts = rollout_func(settings)
+        make_trainer(policy, tmp_path, rollouts, max_steps=1).train()
+        assert rollouts.engine.config.slots == slots

@@ -63,7 +63,7 @@ class Rollouts:
         """
         # What the trainer draws later, such as the order of its batches, must not depend on how a drafter starts.
         with torch.random.fork_rng():
-            engine, policy = self._ready(trainer)
+            engine, policy = self._ready(trainer, len(prompts))
             self._follow(engine, policy, trainer)
             requests = self._requests(tokenized(prompts, trainer), trainer)
             before, started = engine.stats(), time.perf_counter()
@@ -102,12 +102,13 @@ class Rollouts:
             self._scratch.cleanup()
         self._engine = self._policy = self._teaching = self._scratch = None
 
-    def _ready(self, trainer: Any) -> tuple[RunEngine, Policy]:
+    def _ready(self, trainer: Any, prompts: int) -> tuple[RunEngine, Policy]:
         if self._engine is None or self._policy is None:
             check_trainer(trainer)
             self._policy = policy_of(trainer)
             self._config = self.settings.run(trainer.args, self._policy.config)
-            own = replace(self._config, engine=replace(self._config.engine, sentinel=sentinel(self._config)))
+            engine, watched = self._config.engine, sentinel(self._config)
+            own = replace(self._config, engine=replace(engine, slots=min(engine.slots, prompts), sentinel=watched))
             self._scratch = tempfile.TemporaryDirectory(prefix="paceline-")
             self._engine = make_engine(own, self._policy, Path(self._scratch.name) / "policy", has_grammars=False)
             if learns(self._config):

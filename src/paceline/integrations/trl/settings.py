@@ -36,12 +36,18 @@ _COLOCATED = {
 }
 
 
+class TrlEngineConfig(EngineConfig):
+    """The section ``engine``; as many rows decode at once as the trainer asks for, up to ``slots``."""
+
+    slots: int = 1024
+
+
 class TrlSettings(Section):
     """The sections of a run that TRL has no say in, with a run's defaults. ``seed`` None is the trainer's."""
 
     seed: int | None = None
     allow_lossy: bool = False
-    engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    engine: TrlEngineConfig = msgspec.field(default_factory=TrlEngineConfig)
     drafter: DrafterConfig = msgspec.field(default_factory=DrafterConfig)
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     cotrain: CotrainConfig = msgspec.field(default_factory=CotrainConfig)
@@ -89,7 +95,7 @@ def check_colocated(settings: TrlSettings, place: str) -> None:
     """ConfigError for a setting that has no say where TRL starts vLLM and drives it."""
     for prefix, section, default in (
         ("", settings, TrlSettings()),
-        ("engine.", settings.engine, EngineConfig()),
+        ("engine.", settings.engine, TrlEngineConfig()),
         ("engine.vllm.", settings.engine.vllm, VllmConfig()),
     ):
         for field in msgspec.structs.fields(section):
