@@ -65,3 +65,9 @@ def test_every_public_name_resolves(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'absent'"):
         paceline.absent  # noqa: B018
+
+
+def test_the_door_into_trl_is_found_by_its_short_name():
+    from paceline.integrations import trl
+
+    assert paceline.trl.rollout_func is trl.rollout_func

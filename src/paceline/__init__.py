@@ -38,7 +38,13 @@ _HOME = {
 }
 
 
+#: Doors into other people's trainers, by the name that their users would type.
+_DOORS = {"trl": "paceline.integrations.trl"}
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name in _DOORS:
+        return import_module(_DOORS[name])
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
