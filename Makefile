@@ -111,7 +111,9 @@ test-vllm: assets venv-vllm ## run the tests that need the real vLLM
 	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm $(PYTEST_JOBS) $(PYTEST_ARGS) tests/engines/vllm tests/integrations/vllm tests/integrations/trl tests/rl/test_vllm_run.py tests/rl/cluster/test_vllm_worker.py tests/audit/test_vllm.py
 
 wheels: venv ## fetch the wheels of RL frameworks whose contracts tests/integrations/frameworks reads
-	$(PIP) download --quiet --no-deps --dest .wheels verl==0.9.1 skyrl==0.3.0 openrlhf==0.11.2 areal==1.0.4
+	@for wheel in verl==0.9.1 skyrl==0.3.0 openrlhf==0.11.2 areal==1.0.4; do \
+	  $(PIP) download --quiet --no-deps --dest .wheels $$wheel || echo "no $$wheel here: its contract tests are skipped"; \
+	done
 
 check: venv ## lint, formatting, types, floors
 	$(BIN)/ruff check
