@@ -45,7 +45,7 @@ PACKAGES: tuple[Package, ...] = (
     Package("wandb", "wandb", _TRACK, "a tracker", ("0.31.0",)),
     Package("mlflow-skinny", "mlflow", _TRACK, "a tracker", ("3.17.2",)),
     Package("prometheus_client", "prometheus_client", _TRACK, "a tracker", ("0.26.0",)),
-    Package("trackio", "trackio", "pip install trackio", "a tracker"),
+    Package("trackio", "trackio", _TRACK, "a tracker", ("0.43.0",)),
     Package("reasoning-gym", "reasoning_gym", "pip install 'paceline[demo]'", "the task of that name", ("0.1.25",)),
     Package("gguf", "gguf", "pip install 'paceline[demo]'", "making smollm2-135m", ("0.19.0",)),
 )
