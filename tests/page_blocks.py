@@ -16,6 +16,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "examples/README.md",
     *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
 )
 #: What begins a command; a line of anything else is output.
