@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from paceline.config import Config, dump_config
-from paceline.report.trace import MetricsWriter, TraceRow, TraceWriter, write_atomically
+from paceline.files import write_atomically
+from paceline.report.trace import MetricsWriter, TraceRow, TraceWriter
 from paceline.schema import Rollout, StepRecord, as_tokens
 
 ANSWER = '{"name": "find_flights", "arguments": {"origin": "Oslo", "city": "Rome", "day": "2026-05-01", "seats": 2}}'

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from paceline.engines.identity import first_difference
+from paceline.files import write_atomically
 from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner
 from paceline.report.metrics import ratio, rollout_metrics
-from paceline.report.trace import write_atomically
 from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, as_tokens
 from paceline.simulate.drafters import drafter_by_name
 from paceline.simulate.logs import Recorded, Step, read_steps

@@ -15,9 +15,10 @@ from typing import Any
 import cells
 import msgspec
 
+from paceline.files import write_atomically
 from paceline.report.diff import diff_runs
 from paceline.report.summary import first_and_later
-from paceline.report.trace import read_metrics, write_atomically
+from paceline.report.trace import read_metrics
 from paceline.rl import folder
 from paceline.rl.loop import train
 from paceline.schema import PacelineError

@@ -19,8 +19,8 @@ import torch
 from paceline.config import DrafterConfig, HistoryConfig
 from paceline.drafters import make_drafter
 from paceline.engines.identity import first_difference
+from paceline.files import write_atomically
 from paceline.report.metrics import budget_metrics
-from paceline.report.trace import write_atomically
 from paceline.schema import EngineStats
 from paceline.simulate.logs import read_steps
 from paceline.simulate.replay import Replay

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.files import write_atomically
 from paceline.report.trace import (
     NEAR_TIE,
     MetricsWriter,
@@ -24,7 +25,6 @@ from paceline.report.trace import (
     spread,
     trace_row,
     truncate_from,
-    write_atomically,
     write_prompts,
 )
 from paceline.schema import SOURCES, PacelineError

@@ -166,9 +166,9 @@ def _read(path: Path) -> "tuple[Path, Snapshot]":
 
 def _write(out: Path, snapshot: "Snapshot", json_path: Path | None) -> None:
     """Write the new snapshot at once or not at all, and say what it holds."""
+    from paceline.files import write_atomically
     from paceline.history.cache import summarise
     from paceline.history.snapshot import encode_snapshot
-    from paceline.report.trace import write_atomically
     from paceline.schema import PacelineError
 
     data = encode_snapshot(snapshot)

@@ -46,7 +46,7 @@ def write_json(path: Path | None, result: Any) -> None:
         return
     import msgspec
 
-    from paceline.report.trace import write_atomically
+    from paceline.files import write_atomically
     from paceline.schema import PacelineError
 
     try:

@@ -143,7 +143,7 @@ def tune(
 
 
 def _write_settings(path: Path, settings: dict[str, Any], *remarks: str) -> None:
-    from paceline.report.trace import write_atomically
+    from paceline.files import write_atomically
     from paceline.schema import PacelineError
     from paceline.simulate.chosen import settings_yaml
 

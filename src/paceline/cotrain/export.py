@@ -18,9 +18,8 @@ from paceline.cotrain.formats import ExportError as ExportError
 from paceline.cotrain.formats import parts, readme
 from paceline.drafters.heads import BlockHead, Head, MtpHead
 from paceline.drafters.heads.files import CONFIG, METADATA, WEIGHTS, WEIGHTS_INDEX, Format, Stored
+from paceline.files import put_in_place, sync_folder, write_atomically, write_synced
 from paceline.forward.layers import decoder_layers
-from paceline.report.folders import put_in_place, write_synced
-from paceline.report.trace import sync_folder, write_atomically
 
 _README = "README.md"
 _MTP_WEIGHTS = "mtp.safetensors"

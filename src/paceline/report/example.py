@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.files import write_atomically
 from paceline.report.metrics import counted, ratio
-from paceline.report.trace import TraceError, TraceRow, read_prompts, read_trace, spread, write_atomically
+from paceline.report.trace import TraceError, TraceRow, read_prompts, read_trace, spread
 from paceline.schema import SOURCES
 
 #: Turns token ids into one text a token.

@@ -8,13 +8,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from paceline.config import Config, ConfigError, load_config
+from paceline.files import write_atomically
 from paceline.report import drafter_plots, plots
 from paceline.report.example import Decode, Example, examples_html, make_examples
 from paceline.report.html_tables import definitions_table, events_section, steps_table, summary_figure
 from paceline.report.metrics import counted, identity_verdict, lossy_settings, shown
 from paceline.report.overlap import overlap_section
 from paceline.report.summary import Summary, first_and_later, summarise
-from paceline.report.trace import TraceError, read_metrics, write_atomically
+from paceline.report.trace import TraceError, read_metrics
 from paceline.schema import StepRecord
 
 _VERSION = version("paceline")

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline.files import write_atomically
 from paceline.schema import SOURCES, FinishReason, PacelineError, Rollout, Span, StepRecord
 
 #: Margins below this are kept in the trace: within it, other rounding of the logits might pick another token.
@@ -216,18 +217,6 @@ def write_prompts(path: str | Path, prompts: Sequence[PromptRow]) -> None:
     write_atomically(path, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
 
 
-def write_atomically(path: str | Path, data: bytes) -> None:
-    """Replace the file at ``path`` by ``data``: a reader sees the old or the new content, never a part."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    sync_folder(path.parent)
-
-
 class _StepOnly(msgspec.Struct):
     step: int
 
@@ -268,12 +257,3 @@ def _nan_for_null(kind: type[RowT], row: Any) -> Any:
             elif hint == dict[str, float] and isinstance(row.get(name), dict):
                 row[name] = {key: math.nan if value is None else value for key, value in row[name].items()}
     return row
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

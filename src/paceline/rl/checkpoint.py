@@ -19,8 +19,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from paceline.report.folders import file_hash, put_in_place, write_synced
-from paceline.report.trace import sync_folder
+from paceline.files import file_hash, put_in_place, sync_folder, write_synced
 from paceline.rl.layout import BLOB, MARKER, newest_first
 
 _META, _TENSORS = "meta.json", ".safetensors"

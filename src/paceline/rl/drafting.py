@@ -19,8 +19,8 @@ from paceline.cotrain.when import Decision, Generation, When
 from paceline.drafters.draft_model import tokenizer_of
 from paceline.drafters.heads import Head
 from paceline.drafters.vocabulary_map import VocabularyMap
+from paceline.files import put_in_place
 from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
-from paceline.report.folders import put_in_place
 from paceline.rl.batch import Batch
 from paceline.rl.checkpoint import Checkpoint
 from paceline.rl.engine import drafts, head_of

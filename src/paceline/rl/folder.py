@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from paceline.config import Config, dump_config, load_config, unlike_settings
-from paceline.report.trace import write_atomically
+from paceline.files import write_atomically
 from paceline.rl import checkpoint
 from paceline.rl.layout import CHECKPOINTS as CHECKPOINTS
 from paceline.schema import PacelineError

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.report.trace import write_atomically
+from paceline.files import write_atomically
 from paceline.schema import PacelineError
 from paceline.simulate.breakdown import Layout
 from paceline.simulate.drafting import HELD, Drift

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from paceline.drafters.heads.base import HeadKind
+from paceline.files import aside_of, file_hash
 from paceline.forward.pretrained import ModelError, model_source, one_line
 from paceline.forward.taps import FINAL
-from paceline.report.folders import aside_of, file_hash
 
 #: What paceline writes beside the engines' own files, last: who made it of what, and the hash of every other file.
 METADATA = "paceline.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.report.trace import write_atomically
+from paceline.files import write_atomically
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 from paceline.config import SentinelConfig
 from paceline.drafters import GuardedDrafter, history_of, make_drafter
 from paceline.engines.hf import HFEngine
+from paceline.files import write_atomically
 from paceline.history.snapshot import SnapshotError, encode_snapshot
 from paceline.integrations.transformers.asked import (
     Asked,
@@ -28,7 +29,6 @@ from paceline.integrations.transformers.asked import (
 from paceline.integrations.transformers.decoding import decode
 from paceline.integrations.transformers.lending import lent, marks
 from paceline.integrations.transformers.settings import SpeculationSettings, read_settings
-from paceline.report.trace import write_atomically
 from paceline.rl.layout import history_file
 from paceline.schema import EngineStats, Rollout, RolloutRequest, as_tokens, derive_seed
 

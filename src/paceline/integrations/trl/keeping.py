@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
+from paceline.files import write_atomically
 from paceline.history.snapshot import SnapshotError
 from paceline.integrations.trl.teaching import Teaching
-from paceline.report.trace import write_atomically
 from paceline.rl.layout import history_file
 from paceline.schema import PacelineError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from paceline.config import PluginConfig
 from paceline.drafters import history_of
 from paceline.drafters.guarded import GuardedDrafter
+from paceline.files import write_atomically
 from paceline.history.snapshot import decode_snapshot, encode_snapshot
-from paceline.report.trace import write_atomically
 from paceline.rl.layout import history_file
 from paceline.schema import PacelineError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.config import Config, TrackConfig, is_loopback
-from paceline.report.trace import write_atomically
+from paceline.files import write_atomically
 from paceline.report.trackers.base import Tracked, Tracker, TrackerError, parameters
 from paceline.schema import PacelineError, StepRecord
 

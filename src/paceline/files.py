@@ -1,0 +1,201 @@
+"""Reads files within bounds and writes them whole: every error is one line that names the file.
+
+A reader takes regular files only, so that a pipe or a device is refused instead of read forever. A writer builds the
+new content beside the old one, syncs it and renames it, so that a reader, a full disk or a killed process finds the old
+or the new file and never a part.
+"""
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from paceline.schema import PacelineError
+from paceline.terminal import printable
+
+_CHUNK_BYTES = 1 << 22
+#: Largest JSON file that is read whole unless the caller says otherwise, in bytes.
+MAX_JSON_BYTES = 64 << 20
+_MAX_PATH_CHARS = 200
+
+
+class FileError(PacelineError, OSError):
+    """A file that cannot be read or written; the message is one line with its path."""
+
+
+class FileReadError(FileError):
+    """A file that cannot be read, is not regular, is too large or does not hold what it should."""
+
+
+class FileWriteError(FileError):
+    """A file that cannot be written; what was there before is still whole."""
+
+
+def named(path: str | Path) -> str:
+    """Return ``path`` as messages show it: printable, and its middle left out where it is long."""
+    text = printable(os.fspath(path), None)
+    half = _MAX_PATH_CHARS // 2
+    return text if len(text) <= _MAX_PATH_CHARS else f"{text[:half]}…{text[-half:]}"
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading in binary. FileReadError for anything else: a folder, a pipe, a device."""
+    try:
+        # Without O_NONBLOCK opening a pipe that nobody writes waits forever.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        raise FileReadError(f"{named(path)}: cannot be read: {_reason(error)}") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise FileReadError(f"{named(path)}: cannot be read: it is {kind}")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: str | Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file of at most ``max_bytes``; FileReadError for any other."""
+    with open_regular(path) as file:
+        try:
+            data = file.read(max_bytes + 1)
+        except OSError as error:
+            raise FileReadError(f"{named(path)}: cannot be read: {_reason(error)}") from None
+    if len(data) > max_bytes:
+        raise FileReadError(f"{named(path)}: is larger than {max_bytes} bytes, the most that is read of such a file")
+    return data
+
+
+def read_text(path: str | Path, max_bytes: int) -> str:
+    """Return the text of a regular UTF-8 file of at most ``max_bytes``, without a byte order mark."""
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise FileReadError(f"{named(path)}: not a text file in UTF-8") from None
+
+
+def read_json(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the value of a JSON file of at most ``max_bytes``; FileReadError where it is not JSON."""
+    text = read_text(path, max_bytes)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise FileReadError(f"{named(path)}: not JSON that can be read: nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError, and integers of more digits than Python converts
+        raise FileReadError(f"{named(path)}: not JSON: {printable(error)}") from None
+
+
+def read_json_object(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Return the mapping that a JSON file holds; FileReadError where it holds anything else."""
+    value = read_json(path, max_bytes)
+    if not isinstance(value, dict):
+        raise FileReadError(f"{named(path)}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = None, sort_keys: bool = False) -> str:
+    """Return ``value`` as strict JSON text: numbers that are not finite are null, which every JSON reader takes."""
+    return json.dumps(_finite(value), indent=indent, sort_keys=sort_keys, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn an OSError of the body into a FileWriteError that names ``path``."""
+    try:
+        yield
+    except FileError:
+        raise
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and "null byte" not in str(error):
+            raise
+        raise FileWriteError(f"{named(path)}: cannot be written: {_reason(error)}") from None
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Replace the file at ``path`` by ``data``: a reader sees the old or the new content, never a part.
+
+    Raises FileWriteError, which names the file, where it cannot be written; nothing is left behind then, and the old
+    content is still there. Processes that write the same path at once do not mix: the last one stays.
+    """
+    path = Path(path)
+    with writing(path):
+        if path.is_symlink():
+            path = path.resolve()
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise FileWriteError(f"{named(path)}: cannot be written: it is not a regular file")
+        part = path.with_name(f".{path.name[:100]}-{os.getpid()}-{secrets.token_hex(4)}.part")
+        try:
+            with part.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def write_synced(path: Path, content: bytes) -> str:
+    """Write a file to the disk and return its xxh3-64 hash; FileWriteError where it cannot be written."""
+    with writing(path), path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def file_hash(path: Path) -> str:
+    """Return the hash that ``write_synced`` gave."""
+    digest = xxhash.xxh3_64()
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def put_in_place(fresh: Path, target: Path) -> None:
+    """Rename the folder ``fresh`` to ``target``; an older one stays readable as ``.old`` until the new one is there."""
+    aside = aside_of(target)
+    with writing(target):
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(target, aside)
+        os.replace(fresh, target)
+        sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def aside_of(target: Path) -> Path:
+    """Return where ``put_in_place`` keeps the older folder, and leaves it if the process is killed meanwhile."""
+    return target.with_name(f"{target.name}.old")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename within ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or printable(error)
