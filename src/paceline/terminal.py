@@ -41,7 +41,7 @@ def printable(value: object, max_chars: int | None = MAX_CHARS, *, keep_lines: b
 
 
 def as_text(value: object, style: str = "", max_chars: int | None = MAX_CHARS) -> "Text":
-    """Return ``printable(value)`` as rich's ``Text``, in which brackets are brackets, for a cell or a line of rich's."""
+    """Return ``printable(value)`` as rich's ``Text``, in which brackets are only brackets."""
     from rich.text import Text
 
     return Text(printable(value, max_chars), style=style)
