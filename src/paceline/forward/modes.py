@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def keeping_modes(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore each module's mode at the end, whatever the body did to it; the first of ``modules`` is the whole model."""
+    """Restore each module's mode at the end, whatever the body did; the first of ``modules`` is the whole model."""
     modes = [module.training for module in modules]
     try:
         yield

@@ -22,7 +22,9 @@ from paceline.schema import derive_seed
 def make_head(
     kind: HeadKind, config: HeadConfig, policy: PreTrainedModel, seed: int, counts: npt.NDArray[np.int64] | None = None
 ) -> Head:
-    """A head of ``kind``, bound to ``policy``, on its device and in ``config.dtype``, in evaluation mode, without gradients.
+    """A head of ``kind``, bound to ``policy``, on its device and in ``config.dtype``.
+
+    It is in evaluation mode and no gradients are asked for.
 
     What starts at random is a function of ``seed``. ``counts``, (V,), say how often each token of the policy occurs,
     for the draft vocabulary. Raises ModelError for settings that the policy cannot meet and for files that do not fit.
