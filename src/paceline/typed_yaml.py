@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from paceline.schema import PacelineError
+from paceline.terminal import printable
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -72,7 +73,12 @@ def convert(kind: type[StructT], tree: dict[str, Any], place: str) -> StructT:
 
 def dump(tree: dict[str, Any]) -> str:
     """``tree`` as YAML text that ``load`` reads back to the same values."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    options: Any = {"Dumper": _Dumper, "sort_keys": False, "default_flow_style": None, "width": 120}
+    text: str = yaml.dump(tree, allow_unicode=True, **options)
+    # What a terminal would act on is written as YAML's own escapes.
+    return (
+        text if text == printable(text, None, keep_lines=True) else str(yaml.dump(tree, allow_unicode=False, **options))
+    )
 
 
 def known_keys(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:

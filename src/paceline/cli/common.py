@@ -1,12 +1,13 @@
 """What the commands share: overrides, errors in one line, and results as JSON."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from paceline.terminal import guard_terminal, say
 
 Overrides = Annotated[
     list[str] | None,
@@ -21,16 +22,20 @@ INTERRUPTED = 130
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Bad input ends the command with one line and exit code 2, Ctrl-C with 130; a bug keeps its traceback."""
+    """Bad input ends the command with one line and exit code 2, Ctrl-C with 130; a bug keeps its traceback.
+
+    Whatever is printed meanwhile, foreign text among it, acts on no terminal.
+    """
     from paceline.schema import PacelineError
 
+    guard_terminal()
     try:
         yield
     except PacelineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        say("stopped by Ctrl-C", error=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

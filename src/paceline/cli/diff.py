@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.terminal import safe_console
 
 _MOST_MISSING = 10
 
@@ -24,18 +25,16 @@ def diff(
     that; it is said.
     """
     with one_line_errors():
-        from rich.console import Console
-
         from paceline.report.diff import diff_runs, diff_table
 
         result = diff_runs(a, b, tolerance)
-        console = Console()
+        console = safe_console()
         if result.differences:
             console.print(diff_table(result))
         missing = result.missing[:_MOST_MISSING]
         if len(result.missing) > len(missing):
             missing.append(f"and {len(result.missing) - len(missing)} more")
         for line in (*missing, *result.notes, result.message):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
         write_json(json_path, result)
         raise typer.Exit(result.exit_code)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +53,6 @@ def train(
 
     The result is a drafter.head.path (or drafter.draft_model.path) to start from."""
     with one_line_errors():
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         from paceline.config import ConfigError, load_config
@@ -64,7 +64,7 @@ def train(
         folder = Path(f"{effective.out}-drafter" if out is None else out).expanduser()
         schooling = Schooling(tuple(rollouts or ()), prompts, samples, epochs, batch, held_out, schedule)
         columns = (TextColumn("loss {task.fields[loss]:.3f}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, console=safe_console(stderr=True), transient=True) as bar:
             task = bar.add_task("updates", total=None, loss=float("nan"))
             result = school(
                 effective,
@@ -73,10 +73,10 @@ def train(
                 resume=resume,
                 overwrite=overwrite,
                 progress=lambda done, total, loss: bar.update(task, completed=done, total=total, loss=loss),
-                tell=print,
+                tell=say,
             )
-        Console().print(_marks(result))
-        print(
+        safe_console().print(_marks(result))
+        say(
             f"{result.drafter}: {result.kind}, {result.updates} updates on {result.rollouts} rollouts "
             f"({result.tokens} tokens), {result.seconds:.0f} s"
         )
@@ -130,8 +130,8 @@ def export(
         path = write_head(found, out, format, tokens)
         numbers = sum(tensor.numel() for tensor in found.tensors.values())
         layers = ", ".join(map(str, found.taps or ()))
-        print(f"{path}: {found.kind} head for {format}, {numbers} numbers, version {found.version} of {found.policy}")
-        print(f"reads the outputs of layers {layers}, counted from 0")
+        say(f"{path}: {found.kind} head for {format}, {numbers} numbers, version {found.version} of {found.policy}")
+        say(f"reads the outputs of layers {layers}, counted from 0")
         result = {
             "path": str(path),
             "format": format,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
     from paceline.rl.profile import Profile
@@ -40,7 +41,7 @@ def profile(
             _numbers("--drafted", drafted),
             passes=passes,
             prompts=_numbers("--prompt", prompt),
-            told=lambda point: print(summary(point), flush=True),
+            told=lambda point: say(summary(point), flush=True),
         )
         _show(result)
         write_json(json_path, result)
@@ -57,7 +58,6 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def _show(result: "Profile") -> None:
     """Milliseconds a pass, and what each drafted length costs in plain passes."""
-    from rich.console import Console
     from rich.table import Table
 
     drafted = sorted({point.drafted for point in result.points})
@@ -74,7 +74,7 @@ def _show(result: "Profile") -> None:
             for count in drafted
         ]
         table.add_row(str(prompt), str(rows), *cells)
-    Console().print(table)
+    safe_console().print(table)
     ran = result.engine
     graphs = f"{ran.graphs} graphs, {len(ran.captured)} sizes" if ran.captured else "no graphs"
-    print(f"{ran.kind} ({ran.version}), {result.dtype}, attention {ran.attention}, {graphs}, on {ran.device}")
+    say(f"{ran.kind} ({ran.version}), {result.dtype}, attention {ran.attention}, {graphs}, on {ran.device}")

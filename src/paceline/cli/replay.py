@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.terminal import safe_console, say
 
 _OFFER = 4
 
@@ -71,10 +72,6 @@ def replay(
     runs of paceline and the rollout logs of TRL, verl, SkyRL, slime and prime-rl.
     """
     with one_line_errors():
-        import sys
-
-        from rich.console import Console
-
         from paceline.rl.layout import history_file
         from paceline.schema import PacelineError
         from paceline.simulate.drafters import split_names
@@ -86,10 +83,10 @@ def replay(
             raise PacelineError("--offer says what a request may offer to the pool; add --pool")
         if draft_seconds is not None and not adaptive:
             raise PacelineError("--draft-seconds says what drafting takes with --adaptive; add it")
-        console = Console()
+        console = safe_console()
 
         def show(name: str, trace: TraceResult) -> None:
-            console.print(trace_line(name, trace), markup=False, highlight=False, soft_wrap=True)
+            console.print(trace_line(name, trace), soft_wrap=True)
             for table in trace_tables(trace):
                 console.print(table)
 
@@ -103,10 +100,10 @@ def replay(
             adaptive=(draft_seconds or "measured") if adaptive else None,
             tokenizer=tokenizer,
             warm=None if warm is None else history_file(warm),
-            warn=lambda line: print(f"warning: {line}", file=sys.stderr),
+            warn=lambda line: say(f"warning: {line}", error=True),
             on_trace=show,
         )
-        console.print(settings_line(result), markup=False, highlight=False, soft_wrap=True)
+        console.print(settings_line(result), soft_wrap=True)
         write_json(json_path, result)
         if plot is not None:
             write_plot(result, plot)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.terminal import safe_console
 
 
 def serve(
@@ -36,7 +37,6 @@ def serve(
     Metrics of vLLM and of the plug-in are under /metrics. Ctrl-C ends the server.
     """
     with one_line_errors():
-        from rich.console import Console
         from rich.table import Table
 
         from paceline.config import PluginConfig
@@ -47,7 +47,7 @@ def serve(
         plugin = load(PluginConfig, config, settings or [])
         token = os.environ.get("PACELINE_TOKEN") or None
         server = Server(model, plugin, host=host, port=port, token=token, arguments=arguments or ())
-        console = Console()
+        console = safe_console()
 
         def ready(served: Served) -> None:
             table = Table(show_header=False, title=f"{served.model}, ready")

@@ -1,7 +1,6 @@
 """``paceline simulate``: what drafting would bring, before anything runs."""
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,7 +115,6 @@ def simulate(
             _validate(json_path)
             return
         import msgspec
-        from rich.console import Console
 
         from paceline.schema import PacelineError
         from paceline.simulate import given, recorded
@@ -170,11 +169,11 @@ def simulate(
         )
         draft = Drafting(rates, given.draft_cost(step.mode, draft_ms, told), Spread(spread))
         # Figures that are cut say nothing; a terminal that is narrower wraps the lines.
-        console = Console(width=max(Console().width, _WIDEST))
+        console = safe_console(width=max(safe_console().width, _WIDEST))
 
         def show(*parts: "Table | str") -> None:
             for part in parts:
-                console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+                console.print(part, soft_wrap=isinstance(part, str))
 
         show(f"{step.mode} passes: {step.source}", f"drafting as given: {draft.source}")
         if not any(given.numbers("--draft-ms", draft_ms)):
@@ -236,7 +235,7 @@ def simulate(
 
 
 def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    say(f"warning: {line}", error=True)
 
 
 def _refuse_beside_trace(context: typer.Context) -> None:
@@ -257,18 +256,16 @@ def _is_given(context: typer.Context, name: str) -> bool:
 @contextmanager
 def _progress(what: str) -> "Iterator[Callable[[int, int], None]]":
     """A bar on the terminal, and how it hears that so many of so many are done."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
 
 
 def _validate(json_path: "Path | None") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from paceline.simulate.breakdown import Layout
@@ -284,9 +281,9 @@ def _validate(json_path: "Path | None") -> None:
         known = cell.predicted is not None and cell.relative_error is not None
         figures = (f"{cell.predicted:.2f}", f"{cell.relative_error:+.1%}") if known else ("-", "-")
         table.add_row(cell.name, cell.mode, f"{cell.published:.2f}", *figures)
-    Console().print(table)
+    safe_console().print(table)
     errors = sorted(abs(cell.relative_error) for cell in cells if cell.relative_error is not None)
     within = sum(error <= 0.10 for error in errors)
     middle = errors[len(errors) // 2] if errors else math.nan
-    print(f"{within} of {len(errors)} predicted cells within 10 %, median {middle:.1%}; {len(cells)} cells in all")
+    say(f"{within} of {len(errors)} predicted cells within 10 %, median {middle:.1%}; {len(cells)} cells in all")
     write_json(json_path, {"cells": cells})

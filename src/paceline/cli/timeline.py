@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.terminal import safe_console, say
 
 
 def timeline(
@@ -20,12 +21,10 @@ def timeline(
     both were busy. With --step one line a process: how long it did what. There is a timeline where cluster.kind is ray.
     """
     with one_line_errors():
-        from rich.console import Console
-
         from paceline.report.overlap import Timeline, step_table, steps_table, together
 
         found = Timeline(run)
-        console = Console()
+        console = safe_console()
         if step is None:
             steps = found.steps()
             console.print(steps_table(steps))
@@ -37,5 +36,5 @@ def timeline(
             result = {"step": one, "spans": spans}
         if out is not None:
             found.draw(out, step)
-            print(out)
+            say(out)
         write_json(json_path, result)

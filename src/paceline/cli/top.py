@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.common import BAD_INPUT, JsonPath, one_line_errors, write_json
+from paceline.terminal import safe_console
 
 
 def top(
@@ -27,13 +28,12 @@ def top(
     """
     with one_line_errors():
         import msgspec
-        from rich.console import Console
         from rich.live import Live
 
         from paceline.report.top import State, Watch
         from paceline.report.top_view import view
 
-        console, watch = Console(), Watch(run)
+        console, watch = safe_console(), Watch(run)
         written = b""
 
         def poll() -> State:

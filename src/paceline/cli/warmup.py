@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, with_out, write_json
+from paceline.terminal import say
 
 
 def warmup(
@@ -29,7 +30,7 @@ def warmup(
         from paceline.rl.warmup import warmup as run
 
         result = run(effective, steps=steps, batch=batch, lr=lr, progress=_progress)
-        print(
+        say(
             f"{result.kind} in {result.out}: loss {result.loss_first:.3f} -> {result.loss_last:.3f} nats per token "
             f"over {result.examples} answers, {result.seconds:.0f} s"
         )
@@ -37,4 +38,4 @@ def warmup(
 
 
 def _progress(step: int, steps: int, loss: float) -> None:
-    print(f"[{step}/{steps}]  loss {loss:.4f}", flush=True)
+    say(f"[{step}/{steps}]  loss {loss:.4f}", flush=True)
