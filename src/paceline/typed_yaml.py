@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import yaml
 
+from paceline.files import expanded
 from paceline.schema import PacelineError
 from paceline.terminal import printable
 
@@ -56,7 +57,7 @@ def load(kind: type[StructT], path: str | Path | None, overrides: Sequence[str])
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if path is not None:
-        tree = _read_file(Path(path), origin)
+        tree = _read_file(expanded(path), origin)
     for override in overrides:
         _apply_override(tree, override, origin)
     built = _Builder(kind, origin).build(kind, tree, "")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
 from paceline.terminal import as_text, safe_console
 
 
@@ -16,7 +16,8 @@ def audit(
         str, typer.Option(metavar="toy|MODEL", help="toy: policies whose laws are known; or a model, as policy.path.")
     ] = "toy",
     config_path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings of a run to audit.", show_default=False)
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Settings of a run to audit.", show_default=False, parser=source),
     ] = None,
     engine: Annotated[
         str,
@@ -29,7 +30,10 @@ def audit(
         typer.Option(metavar="KEY=VALUE", help="A setting of speculation of another engine.", show_default=False),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts, one a line, in place of the own.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prompts, one a line, in place of the own.", show_default=False, parser=source
+        ),
     ] = None,
     case: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this case; may be repeated.", show_default=False)

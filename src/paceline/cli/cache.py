@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
 from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
@@ -19,9 +19,12 @@ Source = Annotated[
         metavar="SNAPSHOT",
         help="A snapshot, or the folder of a run or checkpoint that holds one.",
         show_default=False,
+        parser=source,
     ),
 ]
-Target = Annotated[Path, typer.Option("--out", "-o", metavar="PATH", help="The new snapshot.", show_default=False)]
+Target = Annotated[
+    Path, typer.Option("--out", "-o", metavar="PATH", help="The new snapshot.", show_default=False, parser=target)
+]
 
 
 @cache.callback()
@@ -141,7 +144,8 @@ def export(
 @cache.command()
 def merge(
     snapshots: Annotated[
-        list[Path], typer.Argument(metavar="SNAPSHOT...", help="Snapshots or folders.", show_default=False)
+        list[Path],
+        typer.Argument(metavar="SNAPSHOT...", help="Snapshots or folders.", show_default=False, parser=source),
     ],
     out: Target,
     json_path: JsonPath = None,

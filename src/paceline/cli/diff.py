@@ -5,15 +5,20 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, write_json
 from paceline.terminal import safe_console
 
 _MOST_MISSING = 10
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or its rollouts.jsonl.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The run to compare it with.", show_default=False)],
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="Folder of a run, or its rollouts.jsonl.", show_default=False, parser=source),
+    ],
+    b: Annotated[
+        Path, typer.Argument(metavar="B", help="The run to compare it with.", show_default=False, parser=source)
+    ],
     tolerance: Annotated[float, typer.Option(metavar="MARGIN", help="Widest margin that counts as a near tie.")] = 1e-4,
     json_path: JsonPath = None,
 ) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
 from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
@@ -23,10 +23,15 @@ def root() -> None:
 
 @draft.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False, parser=source)
+    ],
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Folder of the training [default: OUT-drafter].")
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Folder of the training [default: OUT-drafter].", parser=source
+        ),
     ] = None,
     rollouts: Annotated[
         list[Path] | None,
@@ -35,6 +40,7 @@ def train(
             help="Learn from these: the folder of a run, or a rollouts.jsonl. May be given several times. "
             "Without it the policy answers prompts that the run does not use.",
             show_default=False,
+            parser=source,
         ),
     ] = None,
     prompts: Annotated[int, typer.Option(metavar="N", min=2, help="Prompts that the policy answers.")] = 128,
@@ -93,7 +99,9 @@ def export(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The new directory.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="The new directory.", show_default=False, parser=source)
+    ],
     format: Annotated[  # noqa: A002
         Literal["vllm", "sglang", "speculators"], typer.Option("--format", help="Who shall load it.")
     ] = "vllm",

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, target, write_json
 from paceline.terminal import safe_console, say
 
 _Axis = Annotated[int | None, typer.Option(min=1, help="Ranks of this axis; as it is best.", show_default=False)]
@@ -47,7 +47,10 @@ def plan(
     node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     json_path: JsonPath = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Also draw the memory by kind (PNG, SVG).", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Also draw the memory by kind (PNG, SVG).", show_default=False, parser=target
+        ),
     ] = None,
 ) -> None:
     """Plan a drafter's co-training: memory by kind, bytes moved, and the layouts of GPUs that fit.

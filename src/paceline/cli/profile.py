@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
 from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def profile(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False, parser=source)
+    ],
     overrides: Overrides = None,
     rows: Annotated[str, typer.Option(metavar="N,N", help="Requests in a pass.")] = "1,8,32",
     drafted: Annotated[str, typer.Option(metavar="N,N", help="Drafted tokens of each.")] = "0,1,3,7,15",

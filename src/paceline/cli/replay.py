@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
 from paceline.terminal import safe_console, say
 
 _OFFER = 4
@@ -15,7 +15,10 @@ def replay(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TRACE...", help="Folders of runs, or rollout logs (JSONL, Parquet).", show_default=False
+            metavar="TRACE...",
+            help="Folders of runs, or rollout logs (JSONL, Parquet).",
+            show_default=False,
+            parser=source,
         ),
     ],
     drafters: Annotated[
@@ -57,13 +60,18 @@ def replay(
     warm: Annotated[
         Path | None,
         typer.Option(
-            metavar="SNAPSHOT", help="Start from this history (a snapshot, or a run's folder).", show_default=False
+            metavar="SNAPSHOT",
+            help="Start from this history (a snapshot, or a run's folder).",
+            show_default=False,
+            parser=source,
         ),
     ] = None,
     json_path: JsonPath = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Also draw tokens per forward by epoch (SVG, PNG).", show_default=False),
+        typer.Option(
+            metavar="PATH", help="Also draw tokens per forward by epoch (SVG, PNG).", show_default=False, parser=target
+        ),
     ] = None,
 ) -> None:
     """Replay recorded rollouts through drafters, without a model.

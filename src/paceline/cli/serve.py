@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, write_json
 from paceline.terminal import safe_console
 
 
@@ -20,7 +20,7 @@ def serve(
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535)] = 8000,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML file of the plug-in's settings.", show_default=False),
+        typer.Option(metavar="FILE", help="YAML file of the plug-in's settings.", show_default=False, parser=source),
     ] = None,
     settings: Annotated[
         list[str] | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
 from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
@@ -60,7 +60,12 @@ def simulate(
     drafted: Annotated[str, typer.Option(metavar="N,N", help="Draft lengths; adaptive chooses.")] = "1,3,5,7,adaptive",
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="TRACE", help="Recorded requests: a run's folder or a rollout log.", show_default=False),
+        typer.Option(
+            metavar="TRACE",
+            help="Recorded requests: a run's folder or a rollout log.",
+            show_default=False,
+            parser=source,
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -99,10 +104,12 @@ def simulate(
     validate: Annotated[bool, typer.Option("--validate", help="Predict published figures instead.")] = False,
     views: Annotated[bool, typer.Option("--views", help="Also simulate it from all sides, for --json.")] = False,
     png: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False)
+        Path | None,
+        typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False, parser=target),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write an interactive page of it.", show_default=False)
+        Path | None,
+        typer.Option(metavar="PATH", help="Write an interactive page of it.", show_default=False, parser=target),
     ] = None,
     json_path: JsonPath = None,
 ) -> None:

@@ -5,14 +5,16 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
 from paceline.terminal import safe_console, say
 
 
 def timeline(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False, parser=source)],
     step: Annotated[int | None, typer.Option(metavar="N", help="Show one step, process by process.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw it, as PNG, SVG or PDF.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Draw it, as PNG, SVG or PDF.", parser=target)
+    ] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Show what overlapped in a run.

@@ -5,12 +5,15 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, with_out, write_json
+from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, source, with_out, write_json
+from paceline.files import expanded
 from paceline.terminal import safe_console
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False, parser=source)
+    ],
     overrides: Overrides = None,
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
@@ -35,7 +38,7 @@ def train(
         with LiveView(console=console) as view:
             records = run(effective, resume=resume, overwrite=overwrite, on_event=view.on_event)
         console.print(summary_table(records))
-        report = Path(effective.out) / "report.html"
+        report = expanded(effective.out) / "report.html"
         if report.is_file():
             console.print(f"report: {report}", soft_wrap=True)
         first, later = first_and_later(records) if records else (None, None)

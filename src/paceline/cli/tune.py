@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
 from paceline.terminal import safe_console, say
 
 #: Columns that a table may take in any terminal.
@@ -16,7 +16,10 @@ def tune(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TRACE...", help="Folders of runs, or rollout logs (JSONL, Parquet).", show_default=False
+            metavar="TRACE...",
+            help="Folders of runs, or rollout logs (JSONL, Parquet).",
+            show_default=False,
+            parser=source,
         ),
     ],
     cost: Annotated[
@@ -68,7 +71,9 @@ def tune(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write settings for paceline train (YAML).", show_default=False),
+        typer.Option(
+            "--out", metavar="FILE", help="Write settings for paceline train (YAML).", show_default=False, parser=target
+        ),
     ] = None,
     json_path: JsonPath = None,
 ) -> None:

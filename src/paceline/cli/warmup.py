@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, with_out, write_json
+from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, source, with_out, write_json
 from paceline.terminal import say
 
 
 def warmup(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False, parser=source)
+    ],
     overrides: Overrides = None,
     out: Out = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Updates.")] = 16,
