@@ -153,6 +153,36 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
+def expanded(path: str | Path) -> Path:
+    """Return ``path`` with a leading ``~`` or ``~name`` as the home it stands for; unchanged where there is no such."""
+    return Path(os.path.expanduser(path))
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise the FileWriteError with which writing a file at ``path`` would end, as far as that can be known before."""
+    path = Path(path)
+    with writing(path):
+        if path.is_dir() or (path.exists() and not stat.S_ISREG(path.stat().st_mode)):
+            raise FileWriteError(f"{named(path)}: cannot be written: it is not a regular file")
+        folder = (path.resolve() if path.is_symlink() else path).parent
+        if not folder.is_dir():
+            raise FileWriteError(f"{named(path)}: cannot be written: {named(folder)} is no folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise FileWriteError(f"{named(path)}: cannot be written: nothing can be written into {named(folder)}")
+
+
+def make_writable_folder(folder: str | Path) -> None:
+    """Make ``folder`` where it is not there, and write and delete a file in it; FileWriteError where that fails."""
+    folder = Path(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.part"
+        try:
+            probe.write_bytes(b"x")
+        finally:
+            probe.unlink(missing_ok=True)
+
+
 def write_synced(path: Path, content: bytes) -> str:
     """Write a file to the disk and return its xxh3-64 hash; FileWriteError where it cannot be written."""
     with writing(path), path.open("wb") as file:

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from paceline.terminal import printable
+
 Tokens = npt.NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -24,10 +26,21 @@ SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "
 
 #: Requests whose ids begin so are the sentinel's: nothing is remembered of them, and their rollouts end as ``abort``.
 CANARY = "canary/"
+#: Longest message of an error, in characters; a longer one loses its middle, since what to do stands at the end.
+_MESSAGE_CHARS = 1500
 
 
 class PacelineError(Exception):
-    """Base of every error that paceline raises by name; the message is one line: what, where, what to do."""
+    """Base of every error that paceline raises by name; the message is one line: what, where, what to do.
+
+    Messages quote files, models and users: ``str`` gives one printable line of bounded length.
+    """
+
+    def __str__(self) -> str:
+        text = printable(" ".join(line.strip() for line in super().__str__().splitlines()), None)
+        if len(text) <= _MESSAGE_CHARS:
+            return text
+        return f"{text[: 2 * _MESSAGE_CHARS // 3]}…{text[-_MESSAGE_CHARS // 3 :]}"
 
 
 class DraftLawError(PacelineError):

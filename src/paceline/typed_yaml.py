@@ -16,7 +16,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import yaml
 
+from paceline.files import expanded
 from paceline.schema import PacelineError
+from paceline.terminal import printable
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -25,10 +27,33 @@ class ConfigError(PacelineError, ValueError):
     """A setting that cannot be honoured; the message is one line."""
 
 
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {"bool", "int", "float", "null", "str", "seq", "map", "merge"}
+#: What plain text a kind of scalar has, an explicit tag or not.
+_PATTERNS: dict[str, re.Pattern[str]] = {}
+
+
+def _at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
     """The safe loader with YAML 1.2's plain scalars."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  declared by the base class
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Make the value of ``node``; a tag that no setting has, or that its text does not fit, is an error of YAML."""
+        kind = node.tag.removeprefix(_TAG)
+        if kind == node.tag or kind not in _KINDS:
+            raise _at(node, f"the tag {printable(node.tag, 80)}, and settings are plain: remove it")
+        if isinstance(node, yaml.ScalarNode):
+            pattern = _PATTERNS.get(kind)
+            if pattern is not None and pattern.fullmatch(node.value) is None:
+                raise _at(node, f"{printable(repr(node.value), 80)} is no {kind}")
+            if not node.value.isascii() and any("\ud800" <= char <= "\udfff" for char in node.value):
+                raise _at(node, f"{printable(repr(node.value), 80)} holds half of a character")
+        return super().construct_object(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -43,8 +68,9 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", ["<"]),
 ):
+    _PATTERNS[_tag] = re.compile(_pattern)
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"(?:{_pattern})$"), _first)
 
 
 def load(kind: type[StructT], path: str | Path | None, overrides: Sequence[str]) -> StructT:
@@ -55,7 +81,7 @@ def load(kind: type[StructT], path: str | Path | None, overrides: Sequence[str])
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if path is not None:
-        tree = _read_file(Path(path), origin)
+        tree = _read_file(expanded(path), origin)
     for override in overrides:
         _apply_override(tree, override, origin)
     built = _Builder(kind, origin).build(kind, tree, "")
@@ -72,7 +98,12 @@ def convert(kind: type[StructT], tree: dict[str, Any], place: str) -> StructT:
 
 def dump(tree: dict[str, Any]) -> str:
     """``tree`` as YAML text that ``load`` reads back to the same values."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    options: Any = {"Dumper": _Dumper, "sort_keys": False, "default_flow_style": None, "width": 120}
+    text: str = yaml.dump(tree, allow_unicode=True, **options)
+    # What a terminal would act on is written as YAML's own escapes.
+    return (
+        text if text == printable(text, None, keep_lines=True) else str(yaml.dump(tree, allow_unicode=False, **options))
+    )
 
 
 def known_keys(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:

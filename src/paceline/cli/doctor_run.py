@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from paceline.cli.doctor_findings import Finding, guarded, ok, reason, refused, size, warning
@@ -80,18 +79,14 @@ def policy(config: Config) -> Iterator[Finding]:
 
 def model(name: str, path: str, key: str, config: Config | None = None) -> Iterator[Finding]:
     """Whether the model at ``path`` can be loaded, as far as its files tell; with ``config`` it is the policy."""
-    from paceline.forward.pretrained import model_source
+    from paceline.forward.model_files import model_source, read_config, weight_files, weight_headers
 
     source = model_source(path, key)
     if isinstance(source, str):
         yield ok(AREA, name, f"{key}={path} is a hub id", "it is fetched at the start, and not looked at here")
         return
-    weights = [file for file in source.iterdir() if file.suffix == ".safetensors"]
-    if not weights:
-        pickles = [file.name for file in source.iterdir() if file.suffix in (".bin", ".pt", ".pth")]
-        has = f"; {pickles[0]} is a pickle, which is never loaded" if pickles else ""
-        yield refused(AREA, name, f"{key}={path}: no weights in safetensors{has}", "save the model as safetensors")
-        return
+    weights = weight_files(source)
+    read_config(source, len(weight_headers(weights)))
     held, free = sum(file.stat().st_size for file in weights), available_bytes()
     yield ok(AREA, name, f"{path}, {size(held)} of weights")
     if config is None:
@@ -198,11 +193,10 @@ def sampling(config: Config) -> Iterator[Finding]:
     if grammar is not None and importlib.util.find_spec("llguidance") is not None:
         folder = Path(config.policy.path).expanduser()
         if (folder / "tokenizer.json").is_file():
-            from transformers import AutoTokenizer
-
+            from paceline.forward.model_files import load_tokenizer
             from paceline.sampling.grammar import Vocabulary
 
-            Vocabulary(AutoTokenizer.from_pretrained(folder)).matcher(grammar)
+            Vocabulary(load_tokenizer(folder, "policy.path")).matcher(grammar)
             yield ok(AREA, "grammar", f"the {grammar.kind} compiles")
 
 
@@ -274,11 +268,11 @@ def out(config: Config) -> Iterator[Finding]:
 
 def _context(source: Path, config: Config) -> int:
     """The longest sequence that the policy takes; 0 where its configuration does not say."""
-    try:
-        told = msgspec.json.decode((source / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise PacelineError(f"{source}/config.json: cannot be read: {reason(error)}") from None
-    limit = told.get("max_position_embeddings") or (told.get("text_config") or {}).get("max_position_embeddings") or 0
+    from paceline.forward.model_files import read_config
+
+    found = read_config(source)
+    within = found.get("text_config")
+    limit = found.get("max_position_embeddings") or (within or {}).get("max_position_embeddings") or 0
     return min(limit, config.engine.context) if config.engine.context and limit else limit
 
 

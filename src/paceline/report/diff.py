@@ -16,6 +16,7 @@ from rich.table import Table
 
 from paceline.config import VERIFICATION_SETTINGS, load_config, unlike_settings
 from paceline.report.trace import NEAR_TIE, TraceError, TraceRow, read_trace
+from paceline.terminal import as_text
 
 Key = tuple[int, str, int, int]
 
@@ -110,7 +111,7 @@ def diff_table(result: DiffResult) -> Table:
     table.add_column("")
     for found in result.differences:
         table.add_row(
-            _name((found.step, found.task, found.prompt_id, found.sample_idx)),
+            as_text(_name((found.step, found.task, found.prompt_id, found.sample_idx))),
             str(found.position),
             "end" if found.token_a is None else str(found.token_a),
             "end" if found.token_b is None else str(found.token_b),

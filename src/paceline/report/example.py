@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from pathlib import Path
 
 import msgspec
@@ -11,6 +10,7 @@ from paceline.files import write_atomically
 from paceline.report.metrics import counted, ratio
 from paceline.report.trace import TraceError, TraceRow, read_prompts, read_trace, spread
 from paceline.schema import SOURCES
+from paceline.terminal import as_html
 
 #: Turns token ids into one text a token.
 Decode = Callable[[list[int]], list[str]]
@@ -99,7 +99,7 @@ def examples_html(examples: Sequence[Example]) -> str:
     if not examples:
         return ""
     used = [name for name in SOURCES if any(name in example.sources for example in examples)]
-    legend = "".join(f'<li><i class="s-{name}"></i>{escape(_SOURCE_NAMES[name])}</li>' for name in used)
+    legend = "".join(f'<li><i class="s-{name}"></i>{as_html(_SOURCE_NAMES[name])}</li>' for name in used)
     blocks = "".join(_example_html(example) for example in examples)
     return (
         "<h2>Where the tokens came from</h2>"
@@ -116,18 +116,18 @@ def _example_html(example: Example) -> str:
         end = at
         while end < len(example.pieces) and example.sources[end] == source:
             end += 1
-        texts = "".join(f"<span>{escape(piece)}</span>" for piece in example.pieces[at:end])
-        runs.append(f'<span class="run-of s-{escape(source)}" title="{escape(source)}: {end - at}">{texts}</span>')
+        texts = "".join(f"<span>{as_html(piece)}</span>" for piece in example.pieces[at:end])
+        runs.append(f'<span class="run-of s-{as_html(source)}" title="{as_html(source)}: {end - at}">{texts}</span>')
         at = end
     count = len(example.pieces) + example.left_out
     facts = (
         f"{counted(count, 'token')} in {counted(example.forwards, 'forward')} · reward {example.reward:.2f} · "
         f"{example.task or 'prompt'} {example.prompt_id}, sample {example.sample_idx}, step {example.step}"
     )
-    prompt = f'<div class="prompt">{escape(example.prompt)}</div>' if example.prompt else ""
+    prompt = f'<div class="prompt">{as_html(example.prompt)}</div>' if example.prompt else ""
     cut = f'<p class="note">{example.left_out} more tokens are not shown.</p>' if example.left_out else ""
     return (
-        f'<div class="example"><h3>{escape(example.title)}</h3><div class="facts">{escape(facts)}</div>{prompt}'
+        f'<div class="example"><h3>{as_html(example.title)}</h3><div class="facts">{as_html(facts)}</div>{prompt}'
         f'<div class="tokens">{"".join(runs)}</div>{cut}</div>'
     )
 

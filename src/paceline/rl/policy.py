@@ -10,18 +10,21 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import Config, PolicyConfig
 from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
+from paceline.files import named
 from paceline.forward.layers import checkpoint_layers
-from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
+from paceline.forward.model_files import foreign, load_tokenizer, no_progress_bars
+from paceline.forward.pretrained import load_pretrained
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
 from paceline.rl.scoring import Scorer
 from paceline.schema import Tokens, as_tokens
+from paceline.terminal import printable
 
 
 class Policy:
@@ -118,13 +121,16 @@ class Policy:
         has_template = self.tokenizer.chat_template is not None
         if self.config.chat and not has_template:
             raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
+        quoted = f"prompt {printable(repr(text))}"
         if has_template and self.config.chat is not False:
             turn = [{"role": "user", "content": text}]
-            ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+            with foreign(f"{quoted}: the chat template of policy.path={named(self.config.path)} fails"):
+                ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
         else:
-            ids = self.tokenizer(text)["input_ids"]
+            with foreign(f"{quoted}: the tokenizer of policy.path={named(self.config.path)} fails"):
+                ids = self.tokenizer(text)["input_ids"]
         if not ids:
-            raise ModelError(f"prompt {text!r}: the tokenizer makes no token of it")
+            raise ModelError(f"{quoted}: the tokenizer makes no token of it")
         return as_tokens(ids)
 
     def decode(self, tokens: Tokens) -> str:
@@ -144,7 +150,7 @@ class Policy:
             getattr(self.model.config, "eos_token_id", None),
         ):
             ids |= set(stated) if isinstance(stated, (list, tuple)) else {stated}
-        return tuple(sorted(int(i) for i in ids if i is not None))
+        return tuple(sorted(int(i) for i in ids if i is not None and i >= 0))
 
     def traits(self, config: Config) -> PolicyTraits:
         """What a model that drafts for this policy in a run of ``config`` must know."""
@@ -231,12 +237,7 @@ def device_of(name: str) -> torch.device:
 def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (on the CPU, so that a LoRA's random start is the same on every device) and tokenizer."""
     key, trust = "policy.path", config.trust_remote_code
-    try:
-        with no_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = one_line(error)
-        raise ModelError(f"{key}={config.path}: cannot be loaded as a causal language model: {reason}") from None
+    tokenizer = load_tokenizer(source, f"{key}={named(config.path)}", trust)
     return load_pretrained(source, key, config.path, config.dtype, trust), tokenizer
 
 

@@ -19,7 +19,8 @@ from paceline.cotrain.documents import Document
 from paceline.cotrain.taps import LEAST_RESPONSE, Collector
 from paceline.cotrain.trainer import Trainer
 from paceline.drafters.heads import Head
-from paceline.report.trace import PromptRow, TraceWriter, read_prompts, read_trace, trace_row, write_prompts
+from paceline.files import make_writable_folder, write_atomically
+from paceline.report.trace import PromptRow, read_prompts, read_trace, trace_row, write_prompts
 from paceline.rl import checkpoint
 from paceline.rl.curriculum import Item, rollout_requests
 from paceline.rl.drafting import FOLDER, OPTIMISER, WEIGHTS, drafting_model, write_drafter
@@ -152,7 +153,7 @@ def school(
         marks=marks,
         seconds=time.perf_counter() - started,
     )
-    (out / _RESULT).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    write_atomically(out / _RESULT, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return result
 
 
@@ -235,11 +236,7 @@ def _sample(config: Config, schooling: Schooling, policy: Policy, out: Path, tel
         out / PROMPTS,
         [PromptRow(prompt_id=i.prompt.prompt_id, task=i.task, tokens=i.tokens.tolist()) for i in items],
     )
-    part = out / f"{ROLLOUTS}.part"
-    part.unlink(missing_ok=True)
-    with TraceWriter(part) as trace:
-        trace.write(rows)
-    part.replace(out / ROLLOUTS)
+    write_atomically(out / ROLLOUTS, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _split(rows: Sequence[_Row], share: float) -> tuple[list[_Row], list[_Row]]:
@@ -298,7 +295,7 @@ def _claim(out: Path, resume: bool, overwrite: bool) -> None:
     if holds and not resume and not overwrite:
         raise SchoolingError(f"{out} is used already; --resume it, --overwrite it, or give another --out")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_writable_folder(out)
         if overwrite and not resume:
             for name in (ROLLOUTS, PROMPTS, _RESULT):
                 (out / name).unlink(missing_ok=True)

@@ -13,6 +13,8 @@ import msgspec
 import torch
 
 from paceline.config import Config, ConfigError, TaskConfig
+from paceline.files import FileWriteError, expanded, make_writable_folder, named
+from paceline.forward.model_files import foreign
 from paceline.forward.optimiser import Optimiser
 from paceline.rl import packing
 from paceline.rl.policy import Policy
@@ -53,11 +55,11 @@ def warmup(
     task has no reference answers, the policy no end token, or ``out`` cannot be written.
     """
     started = time.perf_counter()
-    directory = Path(config.out) if out is None else out
+    directory = expanded(config.out if out is None else out)
     try:
-        directory.mkdir(parents=True, exist_ok=True)  # better now than after the training
-    except OSError as error:
-        raise ConfigError(f"out={directory}: cannot be made: {error.strerror}; choose another folder") from None
+        make_writable_folder(directory)  # better now than after the training
+    except FileWriteError as error:
+        raise ConfigError(f"out={error}; choose another folder") from None
     policy = Policy.load(config.policy, config.seed)
     prompts, answers, reused = _examples(config, policy, steps * batch)
     optimiser = Optimiser(policy.trainable(), lr, max_grad_norm=config.rl.max_grad_norm)
@@ -67,11 +69,12 @@ def warmup(
         losses.append(_step(policy, optimiser, [prompts[row] for row in rows], [answers[row] for row in rows], config))
         if progress is not None:
             progress(step + 1, steps, losses[-1])
-    if policy.adapter is not None:
-        # Half the size; the rounding is far below what one update changes.
-        policy.save_adapter(directory, torch.float16)
-    else:
-        policy.save_pretrained(directory)
+    with foreign(f"out={named(directory)}: cannot be written"):
+        if policy.adapter is not None:
+            # Half the size; the rounding is far below what one update changes.
+            policy.save_adapter(directory, torch.float16)
+        else:
+            policy.save_pretrained(directory)
     return WarmupResult(
         out=str(directory),
         kind="model" if policy.adapter is None else "adapter",

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
@@ -29,6 +29,9 @@ from paceline.engines.hf.verifying import Verifier, verify
 from paceline.engines.hf.watch import Watch
 from paceline.engines.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.sentinel import Sentinel
+from paceline.files import named
+from paceline.forward.model_files import load_tokenizer, model_source
+from paceline.forward.pretrained import load_pretrained
 from paceline.forward.runner import Runner, WeightsError
 from paceline.history.snapshot import decode_snapshot, encode_snapshot
 from paceline.sampling.accept import Verdict, accept
@@ -111,11 +114,13 @@ class HFEngine:
     def from_pretrained(cls, path: str, *, dtype: str = "float32", device: str = "cpu", **options: Any) -> "HFEngine":
         """Load a model directory or hub id with its tokenizer; ``options`` are those of the constructor.
 
-        ``dtype`` is ``float32``, ``float64`` or ``bfloat16``.
+        ``dtype`` is ``float32``, ``float64`` or ``bfloat16``. Weights are read from safetensors alone. ModelError, one
+        line, where model or tokenizer cannot be loaded.
         """
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        source, key = model_source(str(path), "path"), "path"
+        model: Any = load_pretrained(source, key, str(path), dtype)
         model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(source, f"{key}={named(path)}")
         options.setdefault("decode", lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True))
         options.setdefault("tokenizer", tokenizer)
         return cls(model, **options)
