@@ -207,7 +207,7 @@ def _ending(code: int | None) -> str:
 
 
 def _become_worker(
-    unblocked: set[signal.Signals],
+    unblocked: set[int | signal.Signals],
     questions: int,
     answers: int,
     confinement: Confinement | None,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.config import ConfigError
 from paceline.rl.reward_worker import Worker, WorkerLostError
 from paceline.rl.sandbox import isolation
 from paceline.rl.sandbox.readable import readable
 from paceline.rl.tasks.base import Prompt, Task
 from paceline.rl.tasks.data import cache_dir
+from paceline.rl.tasks.registry import require_sandbox
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -44,9 +44,7 @@ class Judge:
         self._readable: list[Path] = [] if unsafe else readable([cache_dir()])
         self._prompts: dict[tuple[int, str], tuple[int, Prompt]] = {}
         self._worker: Worker | None = None
-        why = getattr(task, "needs_sandbox", None)
-        if why and self._isolation is not None and not self._isolation.holds:
-            raise ConfigError(refusal(name, why))
+        require_sandbox(name, getattr(task, "needs_sandbox", None), unsafe=unsafe)
         for prompt in (*task.prompts("train"), *task.prompts("eval")):
             self._place(prompt)
         self._worker = self._start()
@@ -107,14 +105,6 @@ def _same(known: Prompt, prompt: Prompt) -> bool:
         return known is prompt or bool(known == prompt)
     except (TypeError, ValueError):  # data that does not compare, such as arrays
         return False
-
-
-def refusal(name: str, why: str) -> str:
-    """Return the line that refuses the task ``name``, which must be confined because of ``why``."""
-    return (
-        f"task {name}: {why}, and this machine has no sandbox for it (see paceline doctor); run it on Linux with "
-        f"seccomp, or accept the risk with tasks.{name}.unsafe=true"
-    )
 
 
 def score_all(task: Task, pairs: Sequence[tuple[Prompt, str]], seconds: float = 10.0) -> list[Scored]:

@@ -1,6 +1,7 @@
 """Measures what this machine gives to confine a process with: each mechanism is tried once, in a process of its own."""
 
 import os
+import resource
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -36,8 +37,16 @@ class Isolation(msgspec.Struct, frozen=True):
         return []
 
 
+_LIMITS = {"RLIMIT_AS": "memory", "RLIMIT_FSIZE": "file size", "RLIMIT_NOFILE": "open files"}
 #: What a machine without any mechanism gives.
 NOTHING = Isolation(seccomp=False, landlock=0)
+
+
+def everywhere() -> list[str]:
+    """Return what confines beside the two mechanisms of Linux, as far as this system has it."""
+    limits = [what for name, what in _LIMITS.items() if hasattr(resource, name)]
+    privileges = ["no privileges"] if sys.platform == "linux" else []
+    return [f"limits on {', '.join(limits)} and time", "no environment", "no open files of the run", *privileges]
 
 
 def isolation() -> Isolation:

@@ -113,4 +113,3 @@ def _map(mapping: Mapping, protection: int, flags: int, descriptor: int, offset:
     if libc_mmap(mapping.start, mapping.length_bytes, protection, flags, descriptor, offset) != mapping.start:
         number = ctypes.get_errno()
         raise OSError(number, f"shared memory cannot be made private: {os.strerror(number)}")
-

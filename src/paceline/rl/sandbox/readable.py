@@ -25,7 +25,7 @@ def readable(more: Iterable[Path] = ()) -> list[Path]:
     the working directory, the user's home and ``more``; without hidden entries of the last four, in which keys are kept
     (``.ssh``, ``.aws``, ``.env``), and without other homes, ``/etc``, ``/proc``, ``/run`` and ``/var``.
     """
-    own = [Path(path) for path in (os.getcwd(), os.path.expanduser("~"), *more)]
+    own = [Path.cwd(), Path.home(), *more]
     roots = {_resolved(path) for path in own} - {Path("/")}
     closed = {Path(path) for path in _CLOSED} | {entry for root in roots for entry in _hidden(root)}
     wanted = {*roots, *(_resolved(Path(path)) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix))}

@@ -129,12 +129,11 @@ def program(*, writes: bool, pid: int, machine: str | None = None) -> list[tuple
     if column == 0:
         steps += [(_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
     for numbers in (_ALLOWED | (_WRITING if writes else {})).values():
-        if numbers[column] is not None:
-            steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
+        if (number := numbers[column]) is not None:
+            steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     for numbers, checks in _conditions(writes, pid):
-        if numbers[column] is not None:
-            body = list(checks)
-            steps += [(_EQUAL, 0, len(body), numbers[column]), *body]
+        if (number := numbers[column]) is not None:
+            steps += [(_EQUAL, 0, len(checks), number), *checks]
     refused = _ERRNO | errno.EPERM
     steps += [(_AT_LEAST, 0, 1, _YOUNG), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS), (_RETURN, 0, 0, refused)]
     return steps
