@@ -179,6 +179,9 @@ def tasks(config: Config) -> Iterator[Finding]:
 
     for name, task in config.tasks.items():
         check_task(name, task)
+        if task.unsafe:
+            says = f"tasks.{name}.unsafe: its reward runs outside the sandbox, with your rights"
+            yield warning(AREA, f"task {name}: sandbox", says, "leave it out unless the reward needs it")
         yield ok(AREA, f"task {name}", f"{task.train_prompts} prompts to train on, {task.eval_prompts} held out")
 
 

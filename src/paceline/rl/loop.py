@@ -43,10 +43,19 @@ from paceline.rl.fleets import make_fleet, make_learner
 from paceline.rl.generation import Generation
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
-from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, warnings_told, weights_stale
+from paceline.rl.notices import (
+    lossy_run,
+    nothing_drafted,
+    rewards_unsafe,
+    sandbox_incomplete,
+    shaped_law,
+    warnings_told,
+    weights_stale,
+)
 from paceline.rl.policy import Policy
 from paceline.rl.records import step_record, trace_rows
 from paceline.rl.rewards import Judge
+from paceline.rl.sandbox import isolation
 from paceline.rl.tasks.registry import make_task
 from paceline.rl.timing import Clock, stop_after_step
 from paceline.schema import PacelineError, Rollout, StepRecord
@@ -97,7 +106,10 @@ class Run:
         self._told_until = time.time()
         tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
         # The judges fork their workers here, while this process is still small.
-        self._judges = {name: Judge(task, name=name, seconds=config.rl.reward_seconds) for name, task in tasks.items()}
+        self._judges = {
+            name: Judge(task, name=name, seconds=config.rl.reward_seconds, unsafe=config.tasks[name].unsafe)
+            for name, task in tasks.items()
+        }
         self.policy = Policy.load(config.policy, config.seed)
         self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt)
         self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt), config.rl, config.seed)
@@ -132,6 +144,8 @@ class Run:
         self.trackers.open(self.records)
         self._warn_if("lossy", lossy_run(self.fleet.stats().lossy))
         self._warn_if("law_shaped", shaped_law(self._shaping))
+        self._warn_if("rewards_unsafe", rewards_unsafe(self.config.tasks))
+        self._warn_if("sandbox_incomplete", sandbox_incomplete(self.config.tasks, isolation()))
         speculative = getattr(getattr(self.fleet, "engine", None), "speculative", None)
         if speculative is not None:
             self.tell(f"vLLM speculates with {', '.join(f'{key}={value}' for key, value in speculative.items())}")
