@@ -21,14 +21,22 @@ INTERRUPTED = 130
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Bad input ends the command with one line and exit code 2, Ctrl-C with 130; a bug keeps its traceback."""
+    """Bad input ends the command with one line and exit code 2; a bug keeps its traceback.
+
+    A signal that asks to stop ends it with 128 + its number: 130 for Ctrl-C, 143 for SIGTERM.
+    """
     from paceline.schema import PacelineError
+    from paceline.signals import StoppedBySignalError, stop_at_once
 
     try:
-        yield
+        with stop_at_once():
+            yield
     except PacelineError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
+    except StoppedBySignalError as stopped:
+        print(stopped, file=sys.stderr)
+        raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None

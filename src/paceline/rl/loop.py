@@ -2,13 +2,13 @@
 
 import math
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import Any, NoReturn
 
 import torch
 from msgspec.structs import replace
@@ -48,8 +48,10 @@ from paceline.rl.policy import Policy
 from paceline.rl.records import step_record, trace_rows
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
-from paceline.rl.timing import Clock, stop_after_step
+from paceline.rl.timing import Clock
 from paceline.schema import PacelineError, Rollout, StepRecord
+from paceline.signals import StopRequest, stop_after_step, stop_at_once
+from paceline.terminal import printable
 
 OnEvent = Callable[[Event], None]
 
@@ -62,26 +64,29 @@ def train(
     Everything is written into ``config.out``: the effective configuration, ``metrics.jsonl``, ``rollouts.jsonl``,
     ``prompts.jsonl``, ``checkpoints/``, the trained policy under ``policy/`` and ``report.html``. With ``resume`` the
     run goes on from the newest whole checkpoint with the tokens that the unbroken run would have produced; with
-    ``overwrite`` a run in the folder is replaced. Ctrl-C ends the run after the step, with a checkpoint, by
-    KeyboardInterrupt. Raises PacelineError, one line, for what cannot be honoured.
+    ``overwrite`` a run in the folder is replaced. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 end the run after the step, with a
+    checkpoint, by StoppedBySignalError, which is a KeyboardInterrupt; a second one ends it at once. Raises
+    PacelineError, one line, for what cannot be honoured, FolderLockedError where another process has the folder.
     """
     tell = on_event or _nobody_listens
     out = Path(config.out).expanduser()
     check_trackers(config.track)
-    folder.claim(out, config, resume, overwrite)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    with warnings_told(tell) if on_event is not None else nullcontext():
-        run = Run(config, out, tell)
-        try:
-            if resume:
-                run.resume()
-            else:
-                run.warm_start()
-            with stop_after_step() as stopping:
-                run.steps(stopping)
-        finally:
-            run.close()
+    with stop_at_once(), folder.claimed(out, config, resume, overwrite) as left_by:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        with warnings_told(tell) if on_event is not None else nullcontext():
+            run = Run(config, out, tell)
+            try:
+                if left_by is not None and left_by.host != gethostname():
+                    tell(f"{left_by} had this run and did not release it; make sure that it has ended")
+                if resume:
+                    run.resume()
+                else:
+                    run.warm_start()
+                with stop_after_step() as stopping:
+                    run.steps(stopping)
+            finally:
+                run.close()
     return run.records
 
 
@@ -94,6 +99,8 @@ class Run:
         self.tell = tell
         self.records: list[StepRecord] = []
         self._next_step = 0
+        #: Steps that the newest checkpoint holds.
+        self._saved = 0
         self._told_until = time.time()
         tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
         # The judges fork their workers here, while this process is still small.
@@ -125,8 +132,21 @@ class Run:
 
     # Steps
 
-    def steps(self, stopping: threading.Event) -> None:
-        """Run the steps that are left; after each, the files are complete up to it."""
+    def steps(self, stopping: StopRequest) -> None:
+        """Run the steps that are left; after each, the files are complete up to it.
+
+        StoppedBySignalError where ``stopping`` was set: the step is finished and saved, or where it failed then (a
+        helper process may have been sent the signal too), the files end with the step before it.
+        """
+        try:
+            self._steps(stopping)
+        except (PacelineError, OSError, RuntimeError) as error:
+            if not stopping.is_set():
+                raise
+            self._warn("step_not_finished", f"step {self._next_step} failed after the signal: {printable(error)}")
+            raise stopping.error() from error
+
+    def _steps(self, stopping: StopRequest) -> None:
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
         self.trackers.open(self.records)
@@ -145,6 +165,8 @@ class Run:
         if self._next_step < total:
             with MetricsWriter(self.out / folder.METRICS) as metrics, TraceWriter(self.out / folder.ROLLOUTS) as trace:
                 for step in range(self._next_step, total):
+                    if stopping.is_set():  # within the evaluation before the first step, or a save
+                        self._stop(stopping)
                     record, rows = self._step(step)
                     trace.write(rows)
                     metrics.write([record])
@@ -156,11 +178,18 @@ class Run:
                     self.tell(record)
                     self.trackers.record(record)
                     if stop and step + 1 < total:
-                        self._report()
-                        raise KeyboardInterrupt
+                        self._stop(stopping)
         self._save_policy()
         self.cotraining.write(self.out)
         self._report()
+
+    def _stop(self, stopping: StopRequest) -> NoReturn:
+        """End the run between two steps: what is done is saved and reported."""
+        if self.records:
+            if self._saved != self._next_step:
+                self.save()
+            self._report()
+        raise stopping.error()
 
     def _step(self, step: int) -> tuple[StepRecord, list[TraceRow]]:
         config, clock = self.config, Clock()
@@ -310,12 +339,13 @@ class Run:
             warn=self._warn,
         )
         if saved is not None:
+            self._saved = self._next_step
             checkpoint.prune(self.out / folder.CHECKPOINTS, self.config.checkpoint.keep)
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint; lines of steps after it are taken out of the files."""
         found = checkpoint.load_latest(self.out / folder.CHECKPOINTS, warn=self._warn)
-        self._next_step = 0 if found is None else found.step
+        self._next_step = self._saved = 0 if found is None else found.step
         for name in (folder.METRICS, folder.ROLLOUTS, folder.TIMELINE):
             if (self.out / name).is_file():
                 truncate_from(self.out / name, self._next_step)

@@ -15,6 +15,7 @@ import torch
 from paceline.config import Config, ConfigError, TaskConfig
 from paceline.forward.optimiser import Optimiser
 from paceline.rl import packing
+from paceline.rl.folder import made_and_locked
 from paceline.rl.policy import Policy
 from paceline.rl.tasks import Prompt, Task, make_task
 from paceline.schema import Tokens, as_tokens, derive_seed
@@ -50,14 +51,19 @@ def warmup(
 
     With LoRA ``out`` becomes a peft adapter directory (float16), without it a model directory. The loss is the mean
     negative log-likelihood of the answers' tokens, their end included; prompts have none. Raises ConfigError where a
-    task has no reference answers, the policy no end token, or ``out`` cannot be written.
+    task has no reference answers or the policy no end token; RunExistsError where ``out`` cannot be written, and
+    FolderLockedError where another process has it.
     """
+    directory = Path(config.out).expanduser() if out is None else out
+    # Before the training: a folder that cannot be written, or is in use, is better refused now than after it.
+    with made_and_locked(directory, "paceline warmup"):
+        return _warmup(config, steps, batch, lr, directory, progress)
+
+
+def _warmup(
+    config: Config, steps: int, batch: int, lr: float, directory: Path, progress: Progress | None
+) -> WarmupResult:
     started = time.perf_counter()
-    directory = Path(config.out) if out is None else out
-    try:
-        directory.mkdir(parents=True, exist_ok=True)  # better now than after the training
-    except OSError as error:
-        raise ConfigError(f"out={directory}: cannot be made: {error.strerror}; choose another folder") from None
     policy = Policy.load(config.policy, config.seed)
     prompts, answers, reused = _examples(config, policy, steps * batch)
     optimiser = Optimiser(policy.trainable(), lr, max_grad_norm=config.rl.max_grad_norm)
