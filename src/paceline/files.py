@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -153,15 +154,42 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn an OSError of the body into a FileWriteError that names ``path``."""
+    """Turn what the body raises where the system refuses to write into a FileWriteError that names ``path``."""
     try:
         yield
     except FileError:
         raise
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and "null byte" not in str(error):
+    except Exception as error:
+        if not _is_refusal(error):
             raise
         raise FileWriteError(f"{named(path)}: cannot be written: {_reason(error)}") from None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the system refused, as Python, safetensors and tokenizers, which has no class of its own, say it."""
+    if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+        return True
+    return type(error) is Exception or (isinstance(error, ValueError) and "null byte" in str(error))
+
+
+@contextlib.contextmanager
+def files_replaced(directory: str | Path) -> Iterator[Path]:
+    """Give a new folder; the files that the body writes there go to ``directory``, which is made, once all are whole.
+
+    FileWriteError, which names ``directory``, where they cannot be written; what was there before is still whole then.
+    """
+    directory = Path(directory)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory, ignore_cleanup_errors=True) as scratch:
+            yield Path(scratch)
+            fresh = sorted(path for path in Path(scratch).iterdir() if path.is_file())
+            for path in fresh:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            for path in fresh:
+                os.replace(path, directory / path.name)
+        sync_folder(directory)
 
 
 def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
@@ -206,7 +234,7 @@ class Appender:
                 self.close()
                 raise FileWriteError(f"{named(self.path)}: cannot be written: it is not a regular file")
             #: Bytes that are whole.
-            self.size = os.lseek(self._descriptor, 0, os.SEEK_END)
+            self.size = self._before = os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def ends_with_line(self) -> bool:
         """Return whether the file is empty or ends with a newline."""
@@ -227,7 +255,13 @@ class Appender:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, self.size)
                 raise
-            self.size = at
+            self._before, self.size = self.size, at
+
+    def undo(self) -> None:
+        """Take back the last ``append``, where the system lets us."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, self._before)
+            self.size = self._before
 
     def close(self) -> None:
         """Close the file; ``append`` raises from now on."""
@@ -280,5 +314,5 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or printable(error)

@@ -27,12 +27,19 @@ def one_line_errors() -> Iterator[None]:
     """
     from paceline.schema import PacelineError
     from paceline.signals import StoppedBySignalError, stop_at_once
+    from paceline.terminal import printable
 
     try:
         with stop_at_once():
             yield
     except PacelineError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(BAD_INPUT) from None
+    except BrokenPipeError:
+        raise  # who reads the output has gone: typer's own ending
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"error: {printable(where)}{error.strerror or printable(error)}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
     except StoppedBySignalError as stopped:
         print(stopped, file=sys.stderr)
@@ -54,10 +61,10 @@ def write_json(path: Path | None, result: Any) -> None:
         return
     import msgspec
 
-    from paceline.files import write_atomically
+    from paceline.files import FileError, write_atomically
     from paceline.schema import PacelineError
 
     try:
         write_atomically(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    except OSError as error:
-        raise PacelineError(f"--json {path}: cannot be written: {error.strerror or error}") from None
+    except FileError as error:
+        raise PacelineError(f"--json {error}") from None

@@ -166,6 +166,10 @@ class _Writer(Generic[RowT]):
         """Append ``rows`` in order, all of them or none. FileWriteError where the disk refuses."""
         self._file.append(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
+    def undo(self) -> None:
+        """Take back the last ``write``, for a step that could not be recorded in all files."""
+        self._file.undo()
+
     def close(self) -> None:
         """Close the file; ``write`` raises from now on."""
         self._file.close()

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from paceline.config import HISTORIES, Config
 from paceline.engines.identity import Identity
+from paceline.files import FileError
 from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, read_snapshot
 from paceline.report.html import write_report
@@ -90,6 +91,10 @@ def train(
     return run.records
 
 
+class RunNotWrittenError(PacelineError, OSError):
+    """A file of the run cannot be written; the message is one line with its path."""
+
+
 class Run:
     """A training run in a folder: its tasks, policy, engine, learner and files."""
 
@@ -135,12 +140,18 @@ class Run:
     def steps(self, stopping: StopRequest) -> None:
         """Run the steps that are left; after each, the files are complete up to it.
 
-        StoppedBySignalError where ``stopping`` was set: the step is finished and saved, or where it failed then (a
-        helper process may have been sent the signal too), the files end with the step before it.
+        RunNotWrittenError where the disk refuses a line of a file: each ends with a whole step then, and the report is
+        written if it can be. StoppedBySignalError where ``stopping`` was set: the step is finished and saved, or where
+        it failed then (a helper process may have been sent the signal too), the files end with the step before it.
         """
         try:
             self._steps(stopping)
         except (PacelineError, OSError, RuntimeError) as error:
+            if isinstance(error, FileError):
+                if self.records:
+                    self._report()
+                last = f"after step {self._next_step - 1}" if self._next_step else "before its first step is recorded"
+                raise RunNotWrittenError(f"{error}; the run ends {last}: make room and --resume it") from None
             if not stopping.is_set():
                 raise
             self._warn("step_not_finished", f"step {self._next_step} failed after the signal: {printable(error)}")
@@ -169,7 +180,11 @@ class Run:
                         self._stop(stopping)
                     record, rows = self._step(step)
                     trace.write(rows)
-                    metrics.write([record])
+                    try:
+                        metrics.write([record])
+                    except FileError:
+                        trace.undo()
+                        raise
                     self.records.append(record)
                     self._next_step = step + 1
                     stop, every = stopping.is_set(), self.config.checkpoint.every

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from paceline.config import Config, PolicyConfig
 from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
+from paceline.files import files_replaced
 from paceline.forward.layers import checkpoint_layers
 from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
@@ -200,10 +201,14 @@ class Policy:
         lora.write_adapter(self.adapter, directory, None if local else self.config.path, dtype)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the merged model and its tokenizer as an ordinary transformers directory."""
-        with no_progress_bars():
-            self.engine_model().save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+        """Write the merged model and its tokenizer as an ordinary transformers directory.
+
+        FileWriteError where it cannot be written; what was there before is still whole then.
+        """
+        with files_replaced(directory) as fresh:
+            with no_progress_bars():
+                self.engine_model().save_pretrained(fresh)
+            self.tokenizer.save_pretrained(fresh)
 
     def logprobs(
         self,
