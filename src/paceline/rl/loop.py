@@ -46,6 +46,7 @@ from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
 from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, warnings_told, weights_stale
 from paceline.rl.policy import Policy
+from paceline.rl.prompts import checked_prompts, shared_prompts
 from paceline.rl.records import step_record, trace_rows
 from paceline.rl.rewards import Judge
 from paceline.rl.tasks.registry import make_task
@@ -103,22 +104,28 @@ class Run:
         self.out = out
         self.tell = tell
         self.records: list[StepRecord] = []
+        self._events: Counter[str] = Counter()
         self._next_step = 0
         #: Steps that the newest checkpoint holds.
         self._saved = 0
         self._told_until = time.time()
         tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
+        for name, task in tasks.items():  # before the policy is loaded, which takes longer
+            shared = shared_prompts(name, checked_prompts(name, task, "train"), checked_prompts(name, task, "eval"))
+            self._warn_if("prompts_shared", shared)
         # The judges fork their workers here, while this process is still small.
         self._judges = {name: Judge(task, name=name, seconds=config.rl.reward_seconds) for name, task in tasks.items()}
         self.policy = Policy.load(config.policy, config.seed)
-        self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt)
-        self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt), config.rl, config.seed)
+        fit = self.policy.fit(config)
+        self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt, fit)
+        self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt, fit), config.rl, config.seed)
+        for event, line in fit.notices().items():
+            self._warn(event, line)
         self.learner = make_learner(config, self.policy)
         own = (item.prompt.grammar for item in (*self.curriculum.items, *self._eval_items))
         grammars = [grammar for grammar in (config.sampling.grammar, *own) if grammar is not None]
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
-        self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
         self.trackers = Trackers(config, out, out / folder.TRACKERS, self._warn)
         self.fleet = make_fleet(config, self.policy, out, bool(grammars), self._warn)

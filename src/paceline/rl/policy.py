@@ -21,8 +21,10 @@ from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_l
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
+from paceline.rl.prompts import Fit
 from paceline.rl.scoring import Scorer
 from paceline.schema import Tokens, as_tokens
+from paceline.terminal import printable
 
 
 class Policy:
@@ -116,17 +118,12 @@ class Policy:
         The template is used where the tokenizer has one and ``policy.chat`` is not false. Raises ModelError where
         ``policy.chat`` is true without a template, and for text without a single token.
         """
-        has_template = self.tokenizer.chat_template is not None
-        if self.config.chat and not has_template:
-            raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
-        if has_template and self.config.chat is not False:
-            turn = [{"role": "user", "content": text}]
-            ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = self.tokenizer(text)["input_ids"]
-        if not ids:
-            raise ModelError(f"prompt {text!r}: the tokenizer makes no token of it")
-        return as_tokens(ids)
+        return encode_prompt(self.tokenizer, self.config, text)
+
+    def fit(self, config: Config) -> Fit:
+        """Which prompts of a run of ``config`` this policy's engine can decode."""
+        traits = self.traits(config)
+        return fit_of(config, traits.context, traits.vocabulary_size)
 
     def decode(self, tokens: Tokens) -> str:
         """Text of ``tokens``, special tokens left out."""
@@ -220,6 +217,26 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """``Scorer.logprobs``: log-probability (with gradients) and entropy of every response token, each (N,)."""
         return self.scorer.logprobs(prompts, responses, temperature, collector, wanted)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, config: PolicyConfig, text: str) -> Tokens:
+    """``Policy.encode_prompt`` without the model."""
+    has_template = tokenizer.chat_template is not None
+    if config.chat and not has_template:
+        raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
+    if has_template and config.chat is not False:
+        turn = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer(text)["input_ids"]
+    if not ids:
+        raise ModelError(f"prompt {printable(repr(text), 80)}: the tokenizer makes no token of it")
+    return as_tokens(ids)
+
+
+def fit_of(config: Config, context: int, vocabulary: int) -> Fit:
+    """Which prompts of a run of ``config`` fit: ``context`` positions (0: not known), ids below ``vocabulary``."""
+    return Fit(context, vocabulary, config.engine.kv_tokens, config.sampling.max_tokens, config.rl.overlong_prompts)
 
 
 def device_of(name: str) -> torch.device:

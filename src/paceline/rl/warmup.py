@@ -17,6 +17,7 @@ from paceline.forward.optimiser import Optimiser
 from paceline.rl import packing
 from paceline.rl.folder import made_and_locked
 from paceline.rl.policy import Policy
+from paceline.rl.prompts import checked_prompts
 from paceline.rl.tasks import Prompt, Task, make_task
 from paceline.schema import Tokens, as_tokens, derive_seed
 
@@ -128,13 +129,17 @@ def _examples(config: Config, policy: Policy, wanted: int) -> tuple[list[Tokens]
 def other_prompts(name: str, settings: TaskConfig, seed: int, wanted: int) -> tuple[Task, list[Prompt], int]:
     """Up to ``wanted`` training prompts that the run does not use; only where there are none, those that it does."""
     task = make_task(name, settings, seed)
-    used = {prompt.text for split in ("train", "eval") for prompt in task.prompts(split)}
+    used = {prompt.text for split in ("train", "eval") for prompt in checked_prompts(name, task, split)}
     larger = _largest_task(name, settings, seed, wanted)
-    fresh = [prompt for prompt in larger.prompts("train") if prompt.text not in used] if larger is not None else []
+    fresh = (
+        [prompt for prompt in checked_prompts(name, larger, "train") if prompt.text not in used]
+        if larger is not None
+        else []
+    )
     if fresh:
         return task, fresh[:wanted], 0
     _LOG.warning("task %s has no training prompts beyond those of the run; the warm-up uses the same ones", name)
-    again = list(task.prompts("train"))[:wanted]
+    again = checked_prompts(name, task, "train")[:wanted]
     return task, again, len(again)
 
 
