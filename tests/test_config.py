@@ -295,7 +295,7 @@ def test_a_broken_file_is_refused_with_the_line(write, text, message):
 
 def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path):
     assert "absent.yaml: cannot be read: No such file or directory" in refusal(tmp_path / "absent.yaml")
-    assert "cannot be read: Is a directory" in refusal(tmp_path)
+    assert "cannot be read: it is a folder" in refusal(tmp_path)
     binary = tmp_path / "model.bin"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "model.bin: not a text file in UTF-8" in refusal(binary)

@@ -6,7 +6,7 @@ Token ids are one-dimensional int32 arrays everywhere. Nothing here imports torc
 import math
 from collections.abc import Iterable
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -286,6 +286,12 @@ def reaching(depths: Iterable[int]) -> tuple[int, ...]:
     return tuple(np.bincount(list(depths) or [0])[::-1].cumsum()[-2::-1].tolist())
 
 
+#: What files of a run count: no number there makes a sum or a float overflow.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+#: A token id, of 32 bits as everywhere.
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """What a role (``learner``, ``worker-0``, ..) was doing from ``start`` (seconds since the epoch) for ``seconds``.
 
@@ -304,17 +310,17 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 class StepRecord(msgspec.Struct, kw_only=True):
     """The metrics of one training step, one line of ``metrics.jsonl``. Definitions: ``paceline.report.definitions``."""
 
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     reward: float
     reward_std: float
-    rollouts: int
-    tokens: int
+    rollouts: Count
+    tokens: Count
     response_tokens_mean: float
     tokens_per_forward: float
     acceptance: float
     drafted_per_forward: float
-    policy_forwards: int
+    policy_forwards: Count
     loss: float
     grad_norm: float
     lr: float
@@ -322,9 +328,9 @@ class StepRecord(msgspec.Struct, kw_only=True):
     entropy: float
     clip_fraction: float
     mismatch_kl: float
-    reward_errors: int
+    reward_errors: Count
     truncated: float
-    weight_version: int
+    weight_version: Count
     seconds: dict[str, float]
     plain_seconds_projected: float
     speedup_projected: float
@@ -332,11 +338,11 @@ class StepRecord(msgspec.Struct, kw_only=True):
     speedup_measured: float = math.nan
     plain_seconds_counterfactual: float = math.nan
     verified_share: float = math.nan
-    passes_plain: int = 0
-    passes_probed: int = 0
+    passes_plain: Count = 0
+    passes_probed: Count = 0
     prefetch_coverage: float = math.nan
     draft_seconds_share: float = math.nan
-    drafter_version: int | None = None
+    drafter_version: Count | None = None
     canary_acceptance: float = math.nan
     draft_trained: bool = False
     draft_reason: str = ""
@@ -351,7 +357,7 @@ class StepRecord(msgspec.Struct, kw_only=True):
     draft_refit_seconds: float = math.nan
     draft_stall_seconds: float = math.nan
     draft_gain_seconds: float = math.nan
-    ages: list[int] = []
+    ages: list[Count] = []
     importance_mean: float = math.nan
     importance_max: float = math.nan
     importance_beyond: float = math.nan
@@ -360,14 +366,14 @@ class StepRecord(msgspec.Struct, kw_only=True):
     exposed_training_seconds: float = math.nan
     overlap_share: float = math.nan
     idle_shares: dict[str, float] = {}
-    groups_waiting: int = 0
-    workers_up: int = 0
+    groups_waiting: Count = 0
+    workers_up: Count = 0
     identity: str = "not checked"
     lossy: list[str] = []
     eval_reward: float = math.nan
     task_rewards: dict[str, float] = {}
-    accept_lengths: list[int] = []
-    depths_tested: list[int] = []
+    accept_lengths: list[Count] = []
+    depths_tested: list[Count] = []
     depth_acceptance: list[float] = []
-    token_sources: dict[str, int] = {}
-    events: dict[str, int] = {}
+    token_sources: dict[str, Count] = {}
+    events: dict[str, Count] = {}

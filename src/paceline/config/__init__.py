@@ -133,6 +133,7 @@ class RLConfig(Section):
     normalise: Literal["token", "sequence"] = "token"
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
+    overlong_prompts: Literal["refuse", "drop"] = "refuse"
     eval_every: int = 0
     reward_seconds: float = 10.0
     max_age_steps: int = 0

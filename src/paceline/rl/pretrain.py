@@ -9,6 +9,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from paceline.files import files_replaced
 from paceline.forward.modes import evaluating, keeping_modes
 from paceline.rl.rewards import score_all
 from paceline.rl.tasks.base import Prompt, Task
@@ -131,10 +132,16 @@ def mean_reward(
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the policy to ``out`` in half precision; ``model`` is float32 again afterwards, rounded."""
-    model.half().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    model.float()
+    """Write the policy to ``out`` in half precision; ``model`` is float32 again afterwards, rounded.
+
+    FileWriteError where it cannot be written; what was there before is still whole then.
+    """
+    try:
+        with files_replaced(out) as fresh:
+            model.half().save_pretrained(fresh)
+            tokenizer.save_pretrained(fresh)
+    finally:
+        model.float()
 
 
 def seeded(seed: int) -> random.Random:
