@@ -364,9 +364,9 @@ class HFEngine:
                 failed.append((share.row, own))
         if sound:
             self._commit([share for share, _ in sound], [verdict for _, found in sound for verdict in found])
-        for row, why in failed:
+        for row, cause in failed:
             if row in self._queue.running:
-                self._fail(row, line(row, failures_of(why).get(row.request_id, why)))
+                self._fail(row, line(row, failures_of(cause).get(row.request_id, cause)))
 
     def _alone(self, slot: int, row: Row) -> Share:
         """What a row brings to a pass of its own where no pass could be planned."""
@@ -427,8 +427,8 @@ class HFEngine:
         for row, reason in ended:
             self._queue.remove(row)
             self._finish(row, reason)
-        for row, why in failed:
-            self._fail(row, line(row, why))
+        for row, cause in failed:
+            self._fail(row, line(row, cause))
         return paths, sum(len(outcome.tokens) for outcome in outcomes)
 
     def _close(

@@ -42,8 +42,15 @@ def verify(
     kept = np.concatenate(keep) if keep else np.empty(0, dtype=np.int64)
     logits_NV = runner.forward(tokens, rows, kept)
     forwarded = time.perf_counter()
-    verdicts = decide(logits_NV, asked, seed) if asked else []
-    if (unsound_N := runner.unsound()) is not None and (failures := _unsound(shares, unsound_N)):
+    failures: dict[str, str] = {}
+    verdicts: list[Verdict] = []
+    try:
+        verdicts = decide(logits_NV, asked, seed) if asked else []
+    except LogitsError as error:
+        failures |= error.failures
+    if (unsound_N := runner.unsound()) is not None:
+        failures |= _unsound(shares, unsound_N)  # says where it begins, and not only what comes of it
+    if failures:
         raise LogitsError(failures)
     stats.forwards += 1
     stats.tokens_prefilled += prefilled
