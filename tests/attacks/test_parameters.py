@@ -137,8 +137,8 @@ def test_prompts_in_every_form_are_the_same_tokens(prompt):
 @pytest.mark.parametrize(
     "prompt",
     [
-        None, "text", b"text", 5, [], [1.0], [1.5], [True], [1, True], [2**32 + 5], [-1], [[1, 2], [3, 4]], [[1], [2, 3]],
-        {},
+        None, "text", b"text", 5, [], [1.0], [1.5], [True], [1, True], [2**32 + 5], [-1], [[1, 2], [3, 4]],
+        {}, [[1], [2, 3]],
         {"input_ids": None}, {"input_ids": [[1], [2]]}, {"input_ids": [1, 2], "attention_mask": [1]}, ["a"], [None],
         np.array([1.0]), np.array([True]), torch.tensor([1.0]), {"input_ids": [1], "attention_mask": [0]}, object(),
         [10**400],

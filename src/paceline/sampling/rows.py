@@ -48,9 +48,10 @@ class VerifyRow:
 def check_drafts(rows: Sequence[VerifyRow], vocabulary: int, *, with_laws: bool) -> None:
     """Raise MalformedDraftError, or DraftLawError for its laws, for the first draft that cannot be verified."""
     for row in rows:
-        if not len(row.tokens) and not len(row.parents):
+        is_empty = not len(row.tokens) and not len(row.parents)
+        if is_empty and row.law_of is None:
             continue
-        wrong = _fault(row, vocabulary)
+        wrong = None if is_empty else _fault(row, vocabulary)
         if wrong is not None:
             raise MalformedDraftError(f"request {row.request_id}: its draft's {wrong}")
         if row.law_of is None or not with_laws:
