@@ -290,7 +290,15 @@ class _Builder:
             dotted = f"{key}.{name}" if key else str(name)
             if name not in hints:
                 raise ConfigError(f"{self._where(dotted)}: unknown key {dotted}{self._nearest(str(name), key, hints)}")
-            built[name] = self.build(hints[name], below, dotted)
+            inner = _without_none(hints[name])
+            if hasattr(kind, "taken") and not _is_struct(inner):
+                # A struct that says what it takes takes the same from a file as from Python.
+                try:
+                    built[name] = kind.taken(name, below)
+                except ValueError as error:
+                    raise self._blame(str(error), key) from None
+            else:
+                built[name] = self.build(hints[name], below, dotted)
         for field in msgspec.structs.fields(kind):
             if field.required and field.name not in built:
                 raise ConfigError(f"{self._where(key)}: {key}.{field.name} is missing")

@@ -28,7 +28,7 @@ from paceline.engines.vllm.weights import Weights
 from paceline.engines.vllm.workarounds import refusal, standing
 from paceline.history.snapshot import decode_snapshot
 from paceline.sampling.stops import Decode
-from paceline.schema import EngineStats, FinishReason, PacelineError, Rollout, RolloutRequest
+from paceline.schema import CUT_SHORT, EngineStats, FinishReason, PacelineError, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
     import torch
@@ -297,7 +297,7 @@ class VllmEngine:
     def absorb(self, rollouts: Sequence[Rollout]) -> None:
         """Responses that others decoded become history of the plug-in; any other drafter ignores them."""
         self._check_open()
-        said = Absorb.of([rollout for rollout in rollouts if rollout.finish_reason != "abort"])
+        said = Absorb.of([rollout for rollout in rollouts if rollout.finish_reason not in CUT_SHORT])
         self._plugin("absorb", msgspec.msgpack.encode(said))
 
     def history_snapshot(self) -> bytes | None:
