@@ -172,7 +172,12 @@ def parse_expression(text: str, symbols: tuple[str, ...] = ()) -> Any:
         return sympy.Symbol(identifier)
 
     def number(value: int | float, written: str) -> Any:
-        return sympy.Integer(value) if isinstance(value, int) else sympy.Float(written)
+        if isinstance(value, int):
+            return sympy.Integer(value)
+        # SymPy has decimals of any exponent, and writes a thousand million digits for some.
+        if "e" in written.lower() and not 1e-300 < value < 1e300:
+            raise AnswerError("a decimal out of range")
+        return sympy.Float(written)
 
     def call(function: str, arguments: list[Any]) -> Any:
         if function not in _FUNCTIONS or function in symbols or not 1 <= len(arguments) <= 2:
