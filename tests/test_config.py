@@ -100,7 +100,10 @@ def test_an_unknown_key_of_an_override_names_the_override(write, override, messa
         ("policy: {lora: [1]}\n", "run.yaml:1: policy.lora must be a section with keys, got [1]"),
         ("tasks: [a]\n", "run.yaml:1: tasks must be a section with keys, got ['a']"),
         ("tasks:\n  a: 0\n", "run.yaml:2: tasks.a must be a section with keys, got 0"),
-        ("sampling: {stop_token_ids: [1, x]}\n", "run.yaml:1: sampling.stop_token_ids: Expected int, got str"),
+        (
+            "sampling: {stop_token_ids: [1, x]}\n",
+            "run.yaml:1: sampling.stop_token_ids: Expected int, got str",
+        ),
         ("rl: {lr: }\n", "run.yaml:1: rl.lr: must be a number, got None"),
         ("- 1\n", "run.yaml:1: the file must be a mapping of sections"),
     ],

@@ -290,15 +290,19 @@ class _Builder:
             dotted = f"{key}.{name}" if key else str(name)
             if name not in hints:
                 raise ConfigError(f"{self._where(dotted)}: unknown key {dotted}{self._nearest(str(name), key, hints)}")
-            inner = _without_none(hints[name])
-            if hasattr(kind, "taken") and not _is_struct(inner):
-                # A struct that says what it takes takes the same from a file as from Python.
-                try:
-                    built[name] = kind.taken(name, below)
-                except ValueError as error:
-                    raise self._blame(str(error), key) from None
-            else:
+            try:
                 built[name] = self.build(hints[name], below, dotted)
+            except ConfigError:
+                # A struct that says what it takes beside its own types takes the same from a file as from Python.
+                taken = getattr(kind, "taken", None)
+                if taken is None or _is_struct(_without_none(hints[name])):
+                    raise
+                try:
+                    built[name] = taken(name, below)
+                except ValueError:
+                    taken = None
+                if taken is None:
+                    raise
         for field in msgspec.structs.fields(kind):
             if field.required and field.name not in built:
                 raise ConfigError(f"{self._where(key)}: {key}.{field.name} is missing")

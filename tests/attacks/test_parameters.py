@@ -108,7 +108,7 @@ def test_a_file_may_say_the_same(tmp_path, text, field, taken):
 def test_a_file_is_refused_with_its_line_and_the_key(tmp_path, text):
     path = tmp_path / "run.yml"
     path.write_text(f"policy: {{path: x}}\nsampling:\n  {text}\n")
-    with pytest.raises(ConfigError, match=rf"run\.yml:3: sampling\.{text.split(':')[0]}=") as caught:
+    with pytest.raises(ConfigError, match=rf"run\.yml:3: sampling\.{text.split(':')[0]}[:=]") as caught:
         load(Config, path, ())
     assert "\n" not in str(caught.value)
 

@@ -185,6 +185,11 @@ class Answer:
         )
         return made if self._begun is None else _joined(self._begun, made)
 
+    def failed(self, why: str, mode: Literal["processed", "raw"]) -> Rollout:
+        """The record of a response that cannot be decoded any further, with what it has and without a text."""
+        self._decode = None
+        return replace(self.rollout("error", mode, "other", 0.0), text=None, error=why)
+
 
 def _joined(begun: Rollout, rest: Rollout) -> Rollout:
     """One record of a response whose first part was emitted elsewhere."""
