@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, whole_numbers, write_json
 
 if TYPE_CHECKING:
     from paceline.rl.profile import Profile
@@ -47,12 +47,7 @@ def profile(
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    from paceline.schema import PacelineError
-
-    try:
-        return sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise PacelineError(f"{name} {text}: give whole numbers, separated by commas") from None
+    return sorted(set(whole_numbers(name, text, 1 << 20)))
 
 
 def _show(result: "Profile") -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, whole_numbers, write_json
 
 #: Columns that a table may take in any terminal.
 _WIDEST = 160
@@ -118,7 +118,7 @@ def tune(
             cost=cost,
             drafters=names,
             soft=soft or [],
-            budgets=_whole_numbers(budgets),
+            budgets=whole_numbers("--budgets", budgets, 4096),
             budget=budget_mode,
             batch=batch,
             phases=None if phases is None else given.phases(phases),
@@ -152,12 +152,3 @@ def _write_settings(path: Path, settings: dict[str, Any], *remarks: str) -> None
     except OSError as error:
         raise PacelineError(f"--out {path}: cannot be written: {error.strerror or error}") from None
     print(path)
-
-
-def _whole_numbers(text: str) -> list[int]:
-    from paceline.schema import PacelineError
-
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise PacelineError(f"--budgets {text}: give whole numbers, separated by commas") from None
