@@ -150,5 +150,5 @@ def _write_settings(path: Path, settings: dict[str, Any], *remarks: str) -> None
     try:
         write_atomically(path, settings_yaml(settings, *remarks))
     except OSError as error:
-        raise PacelineError(f"--out {path}: cannot be written: {error.strerror or error}") from None
+        raise PacelineError(f"--out {error}") from None
     print(path)

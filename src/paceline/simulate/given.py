@@ -84,7 +84,7 @@ def draft_lengths(text: str) -> Sequence[int | Literal["adaptive"]]:
             found.append(int(part))
         else:
             raise PacelineError(
-                f"--drafted {text}: give whole numbers or adaptive, separated by commas, none over {10**_MOST_DIGITS - 1}"
+                f"--drafted {text}: give whole numbers or adaptive, separated by commas, up to {10**_MOST_DIGITS - 1}"
             )
     return found
 
