@@ -269,7 +269,7 @@ def test_the_examples_are_the_best_and_the_median_of_the_last_epoch():
 
 def test_a_very_long_example_is_cut_and_says_so(tmp_path):
     row = make_rows([make_record(0)])[0]
-    long = msgspec.structs.replace(row, tokens=[1] * 2000, sources=[("policy", 2000)], forwards=2000)
+    long = msgspec.structs.replace(row, tokens=[1] * 2000, sources=[("policy", 2000)], logprobs=None, forwards=2000)
     run = write_run(tmp_path / "run", [make_record(0)], [long])
     page = write_report(run, decode).read_text()
     assert "500 more tokens are not shown" in page

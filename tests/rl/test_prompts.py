@@ -13,8 +13,7 @@ from tiny_run import make_policy, tiny_config, tiny_overrides
 _REFUSED = {
     "long": r"task odd: train prompt 7 has 72 tokens, the context 64: no room to answer; shorten it, or set "
     r"rl.overlong_prompts=drop",
-    "message": r"task odd: prompts\('train'\)\[4\], prompt_id 7: text must be a str, not list; write the messages into "
-    r"one",
+    "message": r"prompts\('train'\)\[4\], prompt_id 7: text must be a str, not list; write the messages into one",
     "float id": r"task odd: prompts\('train'\)\[4\]: prompt_id must be an integer, not 7.5",
     "text id": r"task odd: prompts\('train'\)\[4\]: prompt_id must be an integer, not '7'",
     "bool id": r"prompt_id must be an integer, not True",

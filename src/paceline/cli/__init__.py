@@ -8,6 +8,7 @@ from paceline import __version__
 from paceline.cli.assets import assets
 from paceline.cli.audit import audit
 from paceline.cli.cache import cache
+from paceline.cli.common import bound_numbers
 from paceline.cli.config import config
 from paceline.cli.diff import diff
 from paceline.cli.doctor import doctor
@@ -28,7 +29,11 @@ from paceline.terminal import say
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _RUNS = (train, warmup, replay, profile, simulate, tune, plan)
 for _command in (*_RUNS, doctor, audit, diff, report, timeline, top, serve, config, assets):
-    app.command()(_command)
+    app.command()(bound_numbers(_command))
+for _group in (cache, draft):
+    for _entry in _group.registered_commands:
+        if _entry.callback is not None:
+            bound_numbers(_entry.callback)
 app.add_typer(cache, name="cache")
 app.add_typer(draft, name="draft")
 

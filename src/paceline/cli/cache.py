@@ -179,7 +179,7 @@ def _write(out: Path, snapshot: "Snapshot", json_path: Path | None) -> None:
     try:
         write_atomically(out, data)
     except OSError as error:
-        raise PacelineError(f"--out {out}: cannot be written: {error.strerror or error}") from None
+        raise PacelineError(f"--out {error}") from None
     found = summarise(snapshot, len(data), top=0)
     say(f"{out}: {_counts(found)}, {found.bytes} bytes")
     write_json(json_path, found)

@@ -2,12 +2,13 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from paceline.files import FileWriteError, check_writable, expanded, named
 from paceline.terminal import guard_terminal, printable, say
@@ -18,6 +19,49 @@ Overrides = Annotated[
 ]
 BAD_INPUT = 2
 INTERRUPTED = 130
+#: Longest error that is printed: it may quote a path or a value that somebody else chose.
+MAX_ERROR_CHARS = 1000
+#: Largest value of an option that counts something, unless the option or ``_MOST`` says otherwise.
+_MOST_OF_ANY = 10_000_000
+_MOST = {
+    "seed": (1 << 63) - 1,
+    "kv_tokens": 1 << 40,
+    "budget": 4096,
+    "offer": 1 << 20,
+    "prompts": 100_000,
+    "siblings": 4096,
+    "repeats": 10_000,
+    "engines": 100_000,
+    "samples": 100_000,
+    "gpus": 1_000_000,
+    "node": 100_000,
+    "batch": 1_000_000,
+}
+
+
+def whole_numbers(option: str, text: str, most: int = _MOST_OF_ANY) -> list[int]:
+    """The numbers of an option that takes several, separated by commas. PacelineError, one line, for anything else."""
+    from paceline.schema import PacelineError
+    from paceline.terminal import printable
+
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PacelineError(f"{option} {printable(text)}: give whole numbers, separated by commas") from None
+    if any(not 0 <= number <= most for number in found):
+        raise PacelineError(f"{option} {printable(text)}: give numbers between 0 and {most}")
+    return found
+
+
+def bound_numbers(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give every option of ``command`` that is a whole number a largest value, so that none asks for the impossible."""
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        kind, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        for option in rest:
+            is_count = kind is int or int in get_args(kind)
+            if isinstance(option, OptionInfo) and is_count and option.max is None:
+                option.max = _MOST.get(name, _MOST_OF_ANY)
+    return command
 
 
 class Refused(typer.BadParameter):
@@ -76,7 +120,7 @@ def one_line_errors() -> Iterator[None]:
         with stop_at_once():
             yield
     except PacelineError as error:
-        say(f"error: {error}", error=True)
+        say(f"error: {printable(error, MAX_ERROR_CHARS)}", error=True)
         raise typer.Exit(BAD_INPUT) from None
     except BrokenPipeError:
         raise  # who reads the output has gone: typer's own ending

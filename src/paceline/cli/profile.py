@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, whole_numbers, write_json
 from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ def profile(
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    from paceline.schema import PacelineError
-
-    try:
-        return sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise PacelineError(f"{name} {text}: give whole numbers, separated by commas") from None
+    return sorted(set(whole_numbers(name, text, 1 << 20)))
 
 
 def _show(result: "Profile") -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, whole_numbers, write_json
 from paceline.terminal import safe_console, say
 
 #: Columns that a table may take in any terminal.
@@ -120,7 +120,7 @@ def tune(
             cost=cost,
             drafters=names,
             soft=soft or [],
-            budgets=_whole_numbers(budgets),
+            budgets=whole_numbers("--budgets", budgets, 4096),
             budget=budget_mode,
             batch=batch,
             phases=None if phases is None else given.phases(phases),
@@ -152,14 +152,5 @@ def _write_settings(path: Path, settings: dict[str, Any], *remarks: str) -> None
     try:
         write_atomically(path, settings_yaml(settings, *remarks))
     except OSError as error:
-        raise PacelineError(f"--out {path}: cannot be written: {error.strerror or error}") from None
+        raise PacelineError(f"--out {error}") from None
     say(path)
-
-
-def _whole_numbers(text: str) -> list[int]:
-    from paceline.schema import PacelineError
-
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise PacelineError(f"--budgets {text}: give whole numbers, separated by commas") from None

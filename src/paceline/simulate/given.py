@@ -70,16 +70,22 @@ def draft_cost(mode: Mode, text: str, acceptance: str) -> LinearDraftCost:
     return LinearDraftCost(mode, told, fixed=fixed / 1000, per_position=each / 1000)
 
 
+# A draft is a few tokens; a thousand are more than any pass verifies.
+_MOST_DIGITS = 4
+
+
 def draft_lengths(text: str) -> Sequence[int | Literal["adaptive"]]:
     """``--drafted``: whole numbers and adaptive."""
     found: list[int | Literal["adaptive"]] = []
     for part in text.split(","):
         if part.strip() == "adaptive":
             found.append("adaptive")
-        elif part.strip().isdecimal():
+        elif part.strip().isdecimal() and len(part.strip()) <= _MOST_DIGITS:
             found.append(int(part))
         else:
-            raise PacelineError(f"--drafted {text}: give whole numbers or adaptive, separated by commas")
+            raise PacelineError(
+                f"--drafted {text}: give whole numbers or adaptive, separated by commas, up to {10**_MOST_DIGITS - 1}"
+            )
     return found
 
 

@@ -22,6 +22,9 @@ LONGEST = 16
 #: A gain below this is none: drafting has costs that no simulation has.
 WORTH = 1.01
 
+#: Widest deviation of the logarithm of lengths: the longest would be e^30 times the median.
+_MOST_SIGMA = 30.0
+
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """The rollouts of a step: ``siblings`` answers to each of ``prompts`` prompts on ``engines`` engines.
@@ -46,9 +49,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     trace: str | None = None
 
     def __post_init__(self) -> None:
-        if not (0 < self.mean_tokens < math.inf and 0 <= self.sigma < math.inf):
+        if not (0 < self.mean_tokens < math.inf and 0 <= self.sigma <= _MOST_SIGMA):
             raise PacelineError(
-                f"lengths of mean {self.mean_tokens} and sigma {self.sigma}: the mean must be above 0, sigma 0 or more"
+                f"lengths of mean {self.mean_tokens} and sigma {self.sigma}: the mean must be above 0, sigma "
+                f"between 0 and {_MOST_SIGMA}"
             )
 
     @property
