@@ -1,12 +1,16 @@
 """Tiny random policies of every causal language model family that the installed transformers knows."""
 
 import inspect
+import re
 import warnings
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from paceline.forward.attention import UnsupportedModelError
+from paceline.forward.runner import Runner
 
 VOCABULARY = 64
 CONTEXT = 128
@@ -150,3 +154,18 @@ def _has(kind: type, default: Any, key: str) -> bool:
     names = set(inspect.signature(kind.__init__).parameters) | set(getattr(kind, "__annotations__", {}))
     names |= set(getattr(kind, "__dataclass_fields__", {})) | set(getattr(kind, "attribute_map", {}))
     return key in names or (key in vars(default) and key in _SIZES)
+
+
+def outcome(family: str) -> tuple[str, str]:
+    """What the reference engine says of ``family``: ``runs``, ``refused`` or ``not tried``, and why."""
+    try:
+        model = tiny_family(family)
+    except NoTinyModelError as error:
+        return "not tried", str(error).split(": ")[1]
+    try:
+        Runner(model).close()
+    except UnsupportedModelError as error:
+        # Figures, and what a library says of a tensor, differ from machine to machine.
+        said = re.split(r" by [\d.]| \(by |; | \(at most|: index|Error", str(error))[0]
+        return "refused", said.removeprefix(type(model).__name__).strip(": ")
+    return "runs", ""

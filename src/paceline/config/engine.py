@@ -61,8 +61,8 @@ class EngineConfig(Section):
     Where requests outnumber the slots, ``scouts`` of each group start before the others (0: in the order of arrival).
     ``acceptance`` says how drafts that were drawn from a distribution are verified: ``coupled`` keeps every token
     independent of the drafter, ``rejection`` and ``block`` keep the law only. ``invariant`` gives equal logits, bit for
-    bit, whatever the shape of the pass (float32 on the CPU). With ``self_check`` a few short texts go through the engine's packed forward
-    pass and the model's own when it is loaded, and a model that differs is refused. ``verifier`` is ``module:function`` in the place of
+    bit, whatever the shape of the pass (float32 on the CPU). With ``self_check`` a policy whose packed forward pass
+    differs from its own is refused when it is loaded. ``verifier`` is ``module:function`` in the place of
     ``sampling.accept.accept``, for research; it takes ``allow_lossy``.
     """
 

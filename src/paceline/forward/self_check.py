@@ -12,46 +12,67 @@ tree, a branch of which some nodes were accepted, single tokens, a slot that res
 Differences are measured in units of the logits' own spread (root mean square around their mean over the vocabulary),
 so that an untrained policy of almost equal logits is judged as sharply as a trained one. What is tolerated is the
 rounding that the model itself shows when the same tokens stand in texts of different lengths, times ``_MARGIN``,
-within bounds by dtype (``_BOUNDS``).
+within bounds by dtype (``_BOUNDS``). A policy in half precision, whose rounding would hide a mistake, is compared in
+float32: its weights are widened for the check and then put back, unless there are more than ``_MOST_WIDENED``.
 """
 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from paceline.forward.attention import NAME, PassRow, UnsupportedModelError
+from paceline.forward.kv import KVSlots
 from paceline.forward.layers import decoder_layers
 from paceline.forward.pretrained import ModelError, one_line
 from paceline.schema import PacelineError
 
-if TYPE_CHECKING:
-    from paceline.forward.runner import Runner
-
 #: Times the model's own rounding that the packed pass may differ.
 _MARGIN = 16.0
 #: Least and largest tolerance in units of the logits' spread. Attention computes its softmax in float32 also where the
-#: model is float64. Below the largest, a wrong mask or position stands out in every policy that was measured.
-_BOUNDS = {
-    torch.float64: (1e-5, 1e-4),
-    torch.float32: (1e-4, 2e-3),
-    torch.float16: (2e-2, 0.1),
-    torch.bfloat16: (0.1, 0.5),
-}
+#: model is float64. Measured of sound policies: below 3e-6 in float64, 3e-5 in float32. In half precision, where the
+#: weights cannot be widened, the median token's root mean square is taken, since single logits may be a spread apart.
+_BOUNDS = {torch.float64: (1e-5, 1e-4), torch.float32: (1e-4, 2e-3)}
+_HALF_BOUNDS = (0.5, 0.5)
+_MOST_WIDENED = 1_000_000_000
 #: A text that is longer than what the packed attention pads short rows to, and the shortest of the others.
 _LONG_TEXT, _WINDOW = 53, 3
 _MOVING_ROPES = ("longrope", "dynamic")
 _CHECKED: "weakref.WeakKeyDictionary[PreTrainedModel, set[bool]]" = weakref.WeakKeyDictionary()
 
 Path = tuple[int, ...]
+"""A text, as the ids of its tokens."""
 
 
-def check_model(runner: "Runner") -> None:
+class Passes(Protocol):
+    """What runs packed passes: a ``forward.runner.Runner``."""
+
+    model: PreTrainedModel
+    config: Any
+    vocabulary: int
+    context: int
+    dtype: torch.dtype
+    kv: KVSlots
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether logits do not depend on the shape of the pass."""
+
+    def forward(
+        self, tokens: Sequence[np.ndarray], rows: Sequence[PassRow], keep: np.ndarray, shift: int = 0
+    ) -> torch.Tensor:
+        """One pass, as ``Runner.forward``."""
+
+    def release(self) -> None:
+        """Let go of all that the slots hold."""
+
+
+def check_model(runner: Passes) -> None:
     """Raise UnsupportedModelError where the runner's passes differ from those of its model; once for a model.
 
     The message is one line: the kind of pass, by how much, and the first layer that differs.
@@ -60,16 +81,15 @@ def check_model(runner: "Runner") -> None:
     done = _CHECKED.setdefault(model, set())
     if is_invariant in done or model.device.type == "meta":
         return
-    name = type(model).__name__
-    with _recorded(model) as states, torch.inference_mode():
-        _compare(runner, name, states, "", _script(runner, long=True), 0)
+    with _widened(model) as dtype, _recorded(model) as states, torch.inference_mode():
+        _compare(runner, dtype, states, "", _script(runner, long=True), 0)
         for where, at in sorted(rope_thresholds(model).items()):
             if 4 <= at < runner.context - 16:
-                _compare(runner, name, states, f" at position {at} ({where})", _script(runner, long=False), at - 3)
+                _compare(runner, dtype, states, f" at position {at} ({where})", _script(runner, long=False), at - 3)
         with _narrow_windows(model, runner.context) as windows:
             if windows:
                 says = f" beyond a window (of {windows[0]}, narrowed to {_WINDOW})"
-                _compare(runner, name, states, says, _script(runner, long=False), 0)
+                _compare(runner, dtype, states, says, _script(runner, long=False), 0)
     done.add(is_invariant)
 
 
@@ -182,7 +202,7 @@ class _Script:
         return sorted(paths - begins)
 
 
-def _script(runner: "Runner", *, long: bool) -> _Script:
+def _script(runner: Passes, *, long: bool) -> _Script:
     """The passes of the check; ``long`` adds a prompt of ``_LONG_TEXT`` tokens where the context allows it."""
     config = runner.config
     barred: set[Any] = set()
@@ -224,19 +244,20 @@ def _script(runner: "Runner", *, long: bool) -> _Script:
 
 
 def _compare(
-    runner: "Runner", name: str, states: dict[int, torch.Tensor], where: str, script: _Script, shift: int
+    runner: Passes, dtype: torch.dtype, states: dict[int, torch.Tensor], where: str, script: _Script, shift: int
 ) -> None:
     """Raise UnsupportedModelError where a pass of ``script`` gives other logits than the model's own."""
+    name, is_half = type(runner.model).__name__, dtype not in _BOUNDS
     try:
         right, noise, layers = _own_logits(runner.model, states, script, shift)
     except PacelineError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever a model's own code raises
         raise UnsupportedModelError(f"{name}: its own forward pass fails{where}: {_first_line(error)}") from None
     spread = _spread(torch.stack(list(right.values())))
-    low, high = _BOUNDS.get(runner.dtype, _BOUNDS[torch.bfloat16])
+    low, high = _BOUNDS.get(dtype, _HALF_BOUNDS)
     noise /= spread
-    if not noise <= high:
+    if not noise <= (float("inf") if is_half else high):
         raise UnsupportedModelError(
             f"{name}: its own forward pass gives a token other logits in a longer text{where} (by {noise:.2g} of their "
             "spread): it is not causal, or not finite"
@@ -248,18 +269,17 @@ def _compare(
         raise UnsupportedModelError(f"{name}: {error}") from None
     except PacelineError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever a model's own code raises
         says = f"{name}: its packed forward pass fails{where}: {_first_line(error)}"
         raise UnsupportedModelError(says) from None
-    # A router's choice between two nearly equal experts may fall either way in half precision.
-    robust = _is_mixture(runner.model) and runner.dtype in (torch.bfloat16, torch.float16)
     errors: dict[str, list[tuple[float, Path, dict[int, torch.Tensor]]]] = {}
     for kind, path, logits_V, own in found:
-        apart = float((logits_V - right[path]).abs().max() / spread)
+        off_V = (logits_V - right[path]).abs() / spread
+        apart = float(off_V.pow(2).mean().sqrt() if is_half else off_V.max())
         errors.setdefault(kind, []).append((apart if apart == apart else float("inf"), path, own))
     for kind, measured in errors.items():
         measured.sort(key=lambda one: one[0])
-        apart, path, own = measured[len(measured) // 2 if robust else -1]
+        apart, path, own = measured[len(measured) // 2 if is_half else -1]
         if apart > tolerance:
             at = _first_difference(runner.model, own, layers[path], tolerance)
             raise UnsupportedModelError(
@@ -298,7 +318,7 @@ def _own_logits(
 
 
 def _packed_logits(
-    runner: "Runner", states: dict[int, torch.Tensor], script: _Script, shift: int
+    runner: Passes, states: dict[int, torch.Tensor], script: _Script, shift: int
 ) -> list[tuple[str, Path, torch.Tensor, dict[int, torch.Tensor]]]:
     """For each token of each pass: its kind, its text, the logits behind it (V,) and the layers' states."""
     runner.kv.resize(script.slots, script.capacity)
@@ -337,14 +357,28 @@ def _first_difference(
     return ""
 
 
-def _is_mixture(model: PreTrainedModel) -> bool:
-    config = model.config.get_text_config()
-    return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
 def _first_line(error: Exception) -> str:
     """The class and the beginning of the message of ``error``, in one line."""
     return f"{type(error).__name__}: {one_line(error)}"[:300]
+
+
+@contextmanager
+def _widened(model: PreTrainedModel) -> Iterator[torch.dtype]:
+    """Within it weights in half precision are in float32; gives the dtype that the model computes in then.
+
+    Quantised models and very large ones stay as they are.
+    """
+    held = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
+    if sum(t.numel() for t in held) > _MOST_WIDENED or getattr(model.config, "quantization_config", None) is not None:
+        held = []
+    halves = [t.data for t in held]
+    try:
+        for tensor in held:
+            tensor.data = tensor.data.float()
+        yield torch.float32 if held and model.dtype == torch.float32 else model.dtype
+    finally:
+        for tensor, half in zip(held, halves, strict=True):
+            tensor.data = half
 
 
 @contextmanager
@@ -378,7 +412,7 @@ def _narrow_windows(model: PreTrainedModel, context: int) -> Iterator[list[int]]
 
     A window that is narrower anyway, or that no sequence of ``context`` positions leaves, stays as it is.
     """
-    holders = [model.config.get_text_config(), *model.modules()]
+    holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     held = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
     wide = [(holder, size) for holder, size in held if isinstance(size, int) and _WINDOW < size < context]
     uses = bool(wide) and getattr(model.config.get_text_config(), "use_sliding_window", True) is not False

@@ -17,6 +17,7 @@ from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
 from paceline.forward.layers import checkpoint_layers
 from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
+from paceline.forward.self_check import use_sound_experts
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
@@ -237,7 +238,9 @@ def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedMod
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = one_line(error)
         raise ModelError(f"{key}={config.path}: cannot be loaded as a causal language model: {reason}") from None
-    return load_pretrained(source, key, config.path, config.dtype, trust), tokenizer
+    model = load_pretrained(source, key, config.path, config.dtype, trust)
+    use_sound_experts(model)
+    return model, tokenizer
 
 
 def _merged_copy(adapter: PeftModel) -> PreTrainedModel:
