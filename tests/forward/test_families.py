@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from families import FAMILIES, NoTinyModelError, outcome, tiny_family
+from paceline.config import BudgetConfig
 from paceline.drafters.history import HistoryDrafter
 from paceline.engines.hf import HFEngine
 from paceline.forward.attention import UnsupportedModelError
-from paceline.forward.self_check import use_sound_experts
+from paceline.forward.self_check import use_sound_kernels
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -20,12 +21,13 @@ SMALL_SET = ("llama", "gemma2", "gpt_oss", "mimo_v2_flash", "deepseek_v3", "qwen
 MIXTURES = ("qwen2_moe", "mixtral", "phimoe", "granitemoe", "olmoe", "flex_olmo", "ernie4_5_moe", "minimax_m2")
 PROMPTS = ([5, 9, 3, 7, 11, 2, 8], [4, 6], [12, 9, 30, 31, 17, 21, 22, 40, 41, 3])
 TOKENS = 14
+_ALL = BudgetConfig(mode="fixed")
 
 
 def want(model, prompt):
     """Greedy tokens by the model's own forward pass, in eager attention and without a cache."""
     model.set_attn_implementation("eager")
-    use_sound_experts(model)
+    use_sound_kernels(model)
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(TOKENS):
@@ -35,7 +37,7 @@ def want(model, prompt):
 
 def check(model):
     right = [want(model, prompt) for prompt in PROMPTS]
-    engine = HFEngine(model, drafter=HistoryDrafter(), budget=6, eos_ids=())
+    engine = HFEngine(model, drafter=HistoryDrafter(), budget=6, budget_config=_ALL, eos_ids=())
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     for visit in range(2):
         found = engine.generate(

@@ -11,7 +11,7 @@ from paceline.forward.attention import NAME, PassPlan, PassRow, UnsupportedModel
 from paceline.forward.invariant import Census, Invariance
 from paceline.forward.invariant_attention import InvariantError, InvariantPlan
 from paceline.forward.kv import KVSlots
-from paceline.forward.self_check import check_model, check_rope, use_sound_experts
+from paceline.forward.self_check import check_model, check_rope, use_sound_kernels
 from paceline.forward.taps import Taps
 from paceline.schema import PacelineError
 
@@ -61,7 +61,7 @@ class Runner:
         self._taps: Taps | None = None
         self._invariance = Invariance(model) if invariant else None
         self._own_attention = str(model.config._attn_implementation)
-        use_sound_experts(model)
+        use_sound_kernels(model)
         model.set_attn_implementation(NAME)
         # The head's own forward (soft caps, scales) runs on the kept positions alone.
         self._hook = model.base_model.register_forward_hook(self._keep)

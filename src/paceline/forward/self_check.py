@@ -129,8 +129,13 @@ def safe_context(model: PreTrainedModel) -> int:
     return min(moving, default=0)
 
 
-def use_sound_experts(model: PreTrainedModel) -> None:
-    """Have mixtures of float64 compute their experts one by one: torch's grouped products take no float64."""
+def use_sound_kernels(model: PreTrainedModel) -> None:
+    """Have a model computed by code that takes all of it: SDPA drops soft caps, grouped products take no float64.
+
+    Soft caps of attention go through the model's own "eager" attention, experts in float64 one by one.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
     if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) is not None:
         try:
             model.set_experts_implementation("eager")

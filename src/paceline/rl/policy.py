@@ -17,7 +17,7 @@ from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
 from paceline.forward.layers import checkpoint_layers
 from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
-from paceline.forward.self_check import use_sound_experts
+from paceline.forward.self_check import use_sound_kernels
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
@@ -239,7 +239,7 @@ def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedMod
         reason = one_line(error)
         raise ModelError(f"{key}={config.path}: cannot be loaded as a causal language model: {reason}") from None
     model = load_pretrained(source, key, config.path, config.dtype, trust)
-    use_sound_experts(model)
+    use_sound_kernels(model)
     return model, tokenizer
 
 
