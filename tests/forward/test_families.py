@@ -12,6 +12,7 @@ from paceline.config import BudgetConfig
 from paceline.drafters.history import HistoryDrafter
 from paceline.engines.hf import HFEngine
 from paceline.forward.attention import UnsupportedModelError
+from paceline.forward.runner import Runner
 from paceline.forward.self_check import use_sound_kernels
 from paceline.schema import RolloutRequest, SamplingParams, as_tokens
 
@@ -36,6 +37,7 @@ def want(model, prompt):
 
 
 def check(model):
+    Runner(model).close()  # a refusal comes before a forward pass that may not exist
     right = [want(model, prompt) for prompt in PROMPTS]
     engine = HFEngine(model, drafter=HistoryDrafter(), budget=6, budget_config=_ALL, eos_ids=())
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
