@@ -21,7 +21,7 @@ from transformers import (
 
 from paceline.audit.stats import g_test
 from paceline.engines.hf import HFEngine
-from paceline.forward.runner import UnsupportedModelError
+from paceline.forward.attention import UnsupportedModelError
 from paceline.integrations.transformers import Speculation, SpeculationError
 from paceline.integrations.transformers.lending import lent
 from paceline.schema import SOURCES

@@ -95,10 +95,20 @@ def model(name: str, path: str, key: str, config: Config | None = None) -> Itera
     if config.policy.lora is None and _TRAINED * held > free and config.policy.device in ("auto", "cpu"):
         says = f"training all weights takes at least {size(_TRAINED * held)}, {size(free)} are free"
         yield warning(AREA, "policy: memory", says, "set policy.lora, or policy.dtype=bfloat16")
+    if config.engine.kind == "hf":
+        yield from guarded(AREA, "policy: forward pass", partial(_forward, source, config))
     limit, longest = _context(source, config), config.sampling.max_tokens
     if limit and longest >= limit:
         says = f"sampling.max_tokens={longest} leaves no room for a prompt in a context of {limit}"
         yield warning(AREA, "policy: context", says, "lower sampling.max_tokens; answers end at the context")
+
+
+def _forward(source: Path, config: Config) -> Iterator[Finding]:
+    """Whether the reference engine runs a policy of this configuration."""
+    from paceline.forward.meta_check import check_on_meta
+
+    check_on_meta(source, "policy.path", config.engine.context)
+    yield ok(AREA, "policy: forward pass", "the engine has all that its attention uses; logits are compared at load")
 
 
 def drafter(config: Config) -> Iterator[Finding]:

@@ -52,7 +52,7 @@ class VllmConfig(Section):
 
 
 #: Settings of the reference engine that vLLM has no counterpart of.
-_REFERENCE_ONLY = ("scouts", "acceptance", "invariant", "verifier")
+_REFERENCE_ONLY = ("scouts", "acceptance", "invariant", "self_check", "verifier")
 
 
 class EngineConfig(Section):
@@ -61,7 +61,8 @@ class EngineConfig(Section):
     Where requests outnumber the slots, ``scouts`` of each group start before the others (0: in the order of arrival).
     ``acceptance`` says how drafts that were drawn from a distribution are verified: ``coupled`` keeps every token
     independent of the drafter, ``rejection`` and ``block`` keep the law only. ``invariant`` gives equal logits, bit for
-    bit, whatever the shape of the pass (float32 on the CPU). ``verifier`` is ``module:function`` in the place of
+    bit, whatever the shape of the pass (float32 on the CPU). With ``self_check`` a policy whose packed forward pass
+    differs from its own is refused when it is loaded. ``verifier`` is ``module:function`` in the place of
     ``sampling.accept.accept``, for research; it takes ``allow_lossy``.
     """
 
@@ -75,6 +76,7 @@ class EngineConfig(Section):
     refit_kv: Literal["recompute", "keep"] = "recompute"
     acceptance: Literal["coupled", "rejection", "block"] = "coupled"
     invariant: bool = False
+    self_check: bool = True
     verifier: str | None = None
     vllm: VllmConfig = msgspec.field(default_factory=VllmConfig)
     sentinel: SentinelConfig = msgspec.field(default_factory=SentinelConfig)

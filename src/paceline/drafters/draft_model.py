@@ -21,6 +21,7 @@ from paceline.forward.attention import PassRow
 from paceline.forward.model_files import ModelError, has_tokenizer, load_tokenizer, model_source
 from paceline.forward.pretrained import load_pretrained
 from paceline.forward.runner import Runner, copy_tensors
+from paceline.forward.self_check import safe_context
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
 from paceline.schema import RolloutRequest, Tokens, as_tokens
@@ -58,7 +59,7 @@ class DraftModelDrafter(SoftDrafter[Live]):
             )
         self.vocabulary = vocabulary
         self._ids = None if vocabulary is None else _indices(vocabulary, model.device)
-        self._runner = Runner(model)
+        self._runner = Runner(model, context=safe_context(model))
         super().__init__(policy, self._runner.kv, name=name, width=width, grammars=grammars, clock=clock)
         self._source: DraftModelConfig | None = None
         self._warn_of_context(self._runner.context)

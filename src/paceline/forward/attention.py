@@ -6,7 +6,9 @@ Registered with transformers' public attention interface under ``NAME``; no mode
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +20,44 @@ from transformers import AttentionInterface
 
 from paceline.forward.kv import KVSlots
 from paceline.sampling.accept import depths
+from paceline.schema import PacelineError
 
 NAME = "paceline_slots"
 #: A row that brings more tokens than this attends in a call of its own, so that short rows are not padded to it.
 _LONG = 48
+#: Options that say nothing about what is attended to: the plan has the masks, and what to return is not its affair.
 _UNUSED = {
     "is_causal",
     "position_ids",
     "use_cache",
     "output_attentions",
-    "position_bias",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
     "max_length_q",
     "max_length_k",
 }
+
+
+class UnsupportedModelError(PacelineError):
+    """A model that the reference engine cannot run without changing its distribution."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a layer's attention has beside products and masks.
+
+    Scores s become ``softcap * tanh(s / softcap)``. ``sinks_H`` are logits of the softmax, one a head, to which no
+    value belongs.
+    """
+
+    softcap: float | None = None
+    sinks_H: torch.Tensor | None = None
+
+
+_NO_EXTRAS = Extras()
+#: The pass that runs, for models that do not hand its options on to their layers.
+_PLAN: "ContextVar[PassPlan | None]" = ContextVar("paceline_plan", default=None)
 
 
 @dataclass(frozen=True)
@@ -77,7 +104,8 @@ class PassPlan:
         self.heads_per_kv = heads_per_kv
         self.device = device
         self.unsound_N: torch.Tensor | None = None
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int], torch.Tensor | None] = {}
+        self._written: set[int] = set()
         flat = [row.slot * kv.capacity + np.arange(row.start, row.start + row.total) for row in rows]
         self.flat_N = torch.from_numpy(np.concatenate(flat)).to(device)
         self.position_N = torch.from_numpy(np.concatenate([row.positions() for row in rows])).to(device)
@@ -87,7 +115,15 @@ class PassPlan:
         self.calls = [Call([rows[i] for i in group], [int(first[i]) for i in group], device) for group in groups]
 
     def write(self, layer: int, key_NHD: torch.Tensor, value_NHD: torch.Tensor) -> None:
-        """Store the pass's keys and values of a layer, with zeros for a token of which they are not all finite."""
+        """Store the pass's keys and values of a layer, once, with zeros for a token of which they are not all finite.
+
+        Raises UnsupportedModelError for a layer that writes again: the second keys would replace the first.
+        """
+        if layer in self._written:
+            raise UnsupportedModelError(
+                f"layer {layer} attends more than once in a forward pass, and its KV cache holds one set of keys"
+            )
+        self._written.add(layer)
         self.kv.write(layer, self.flat_N, *self._sound(key_NHD, value_NHD))
 
     def _sound(self, key_NHD: torch.Tensor, value_NHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,29 +140,39 @@ class PassPlan:
         return key_NHD.masked_fill(hidden_N11, 0), value_NHD.masked_fill(hidden_N11, 0)
 
     def attend(
-        self, index: int, layer: int, query_MHD: torch.Tensor, scaling: float | None, window: int | None
+        self,
+        index: int,
+        layer: int,
+        query_MHD: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        extras: Extras = _NO_EXTRAS,
     ) -> torch.Tensor:
         """One attention call over padded queries, M = rows * T; returns (M, H, D).
 
         The query heads that share a key head are laid along the query axis, so keys are never repeated in memory.
         """
-        call, groups = self.calls[index], self.heads_per_kv
+        call = self.calls[index]
         keys, values = self.kv.view(layer, call.slots, call.length)
         m, heads, size = query_MHD.shape
-        mask = self.mask(index, window, query_MHD.dtype)
+        groups = heads // keys.shape[1]  # layers may differ in it
+        mask = self.mask(index, window, query_MHD.dtype, groups)
         if call.queries == 1:
             query = query_MHD.reshape(m, heads // groups, groups, size)
-            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+            out = _attention(query, keys, values, mask, scaling, extras)
             return out.reshape(m, heads, -1)
         query = query_MHD.view(call.batch, call.queries, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
         query = query.reshape(call.batch, heads // groups, groups * call.queries, size)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        out = _attention(query, keys, values, mask, scaling, extras)
         out = out.view(call.batch, heads // groups, groups, call.queries, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(m, heads, -1)
 
-    def mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The additive mask of an attention call, (rows, 1, groups * T, length), built once per pass and window."""
-        key = (index, window)
+    def mask(self, index: int, window: int | None, dtype: torch.dtype, groups: int) -> torch.Tensor | None:
+        """The additive mask of an attention call, (rows, 1, groups * T, length), built once per pass and window.
+
+        ``groups`` query heads share a key head.
+        """
+        key = (index, window, groups)
         if key not in self._masks:
             allowed = self.calls[index].allowed(window)
             if allowed.all():
@@ -134,7 +180,7 @@ class PassPlan:
             else:
                 mask = torch.zeros(allowed.shape, dtype=dtype)
                 mask.masked_fill_(torch.from_numpy(~allowed), -torch.inf)
-                self._masks[key] = mask.repeat(1, self.heads_per_kv, 1)[:, None].to(self.device)
+                self._masks[key] = mask.repeat(1, groups, 1)[:, None].to(self.device)
         return self._masks[key]
 
 
@@ -179,6 +225,38 @@ class Call:
         return allowed
 
 
+def _attention(
+    query_BKMD: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSD: torch.Tensor,
+    mask_B1MS: torch.Tensor | None,
+    scaling: float | None,
+    extras: Extras,
+) -> torch.Tensor:
+    """Attention over K key heads, (B, K, M, D); the M lanes of a key head are its query heads' queries, head by head.
+
+    With a soft cap or sinks the softmax is computed here, in float32 at least.
+    """
+    if extras.softcap is None and extras.sinks_H is None:
+        return scaled_dot_product_attention(query_BKMD, key_BKSD, value_BKSD, attn_mask=mask_B1MS, scale=scaling)
+    scale = query_BKMD.shape[-1] ** -0.5 if scaling is None else scaling
+    scores_BKMS = (query_BKMD @ key_BKSD.transpose(2, 3)) * scale
+    scores_BKMS = scores_BKMS.to(torch.promote_types(scores_BKMS.dtype, torch.float32))
+    if extras.softcap is not None:
+        scores_BKMS = extras.softcap * torch.tanh(scores_BKMS / extras.softcap)
+    if mask_B1MS is not None:
+        scores_BKMS = scores_BKMS + mask_B1MS
+    if extras.sinks_H is None:
+        weights_BKMS = scores_BKMS.softmax(-1)
+    else:
+        batch, kv_heads, lanes, _ = scores_BKMS.shape
+        groups = len(extras.sinks_H) // kv_heads
+        sinks_KM = extras.sinks_H.to(scores_BKMS.dtype).view(kv_heads, groups).repeat_interleave(lanes // groups, dim=1)
+        sinks_BKM1 = sinks_KM[None, :, :, None].expand(batch, -1, -1, -1)
+        weights_BKMS = torch.cat([scores_BKMS, sinks_BKM1], dim=-1).softmax(-1)[..., :-1]
+    return weights_BKMS.to(value_BKSD.dtype) @ value_BKSD
+
+
 def attend(
     module: torch.nn.Module,
     query_1HND: torch.Tensor,
@@ -186,39 +264,60 @@ def attend(
     value_1HND: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001  the plan has the masks
     *,
-    paceline: PassPlan,
+    paceline: PassPlan | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the pass's keys and values into the slots and attend: (1, N, H, D) out, as transformers expects it.
 
-    Raises NotImplementedError for an option of the model's attention that is not honoured here, such as a soft cap.
+    Raises UnsupportedModelError for an option of the model's attention that is not honoured here.
     """
-    unknown = [name for name, value in kwargs.items() if value is not None and name not in _UNUSED]
+    plan = _PLAN.get() if paceline is None else paceline
+    if plan is None:
+        raise UnsupportedModelError(f"{type(module).__name__} attends outside a forward pass of the engine")
+    unknown = unknown_options(kwargs)
     if dropout or unknown:
-        raise NotImplementedError(
-            f"this model's attention uses {unknown or ['dropout']}, which the engine cannot honour"
-        )
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+        what = ", ".join(unknown) or "dropout"
+        raise UnsupportedModelError(f"{type(module).__name__} uses {what}, which the engine's attention does not have")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is, so it has no KV cache")
+    extras = Extras(softcap, s_aux)
     query_NHD = query_1HND[0].transpose(0, 1)
-    paceline.write(layer, key_1HND[0].transpose(0, 1), value_1HND[0].transpose(0, 1))
-    whole = paceline.calls[0]
-    if len(paceline.calls) == 1 and whole.dense is not None:
-        return paceline.attend(0, layer, query_NHD, scaling, sliding_window)[None], None
+    plan.write(layer, key_1HND[0].transpose(0, 1), value_1HND[0].transpose(0, 1))
+    whole = plan.calls[0]
+    if len(plan.calls) == 1 and whole.dense is not None:
+        return plan.attend(0, layer, query_NHD, scaling, sliding_window, extras)[None], None
     out_NHD = query_NHD.new_empty((*query_NHD.shape[:2], value_1HND.shape[-1]))
-    for index, call in enumerate(paceline.calls):
+    for index, call in enumerate(plan.calls):
         if call.dense is not None:
             query = query_NHD[call.dense]
-            out_NHD[call.dense] = paceline.attend(index, layer, query, scaling, sliding_window)
+            out_NHD[call.dense] = plan.attend(index, layer, query, scaling, sliding_window, extras)
         else:
             query = query_NHD.new_zeros((call.batch * call.queries, *query_NHD.shape[1:]))
             query[call.padded_n] = query_NHD[call.packed_n]
-            out = paceline.attend(index, layer, query, scaling, sliding_window)
+            out = plan.attend(index, layer, query, scaling, sliding_window, extras)
             out_NHD[call.packed_n] = out[call.padded_n]
     return out_NHD[None], None
+
+
+@contextmanager
+def running(plan: PassPlan) -> Iterator[None]:
+    """Within it attention belongs to ``plan``."""
+    before = _PLAN.set(plan)
+    try:
+        yield
+    finally:
+        _PLAN.reset(before)
+
+
+def unknown_options(kwargs: Mapping[str, Any]) -> list[str]:
+    """Names of those further options of an attention call that change what is attended to, or may do so."""
+    return [name for name, value in kwargs.items() if value is not None and name not in _UNUSED]
 
 
 AttentionInterface.register(NAME, attend)

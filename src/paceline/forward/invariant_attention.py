@@ -25,10 +25,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paceline.forward.attention import PassPlan, PassRow
+from paceline.forward.attention import Extras, PassPlan, PassRow
 from paceline.forward.kv import KVSlots
 from paceline.schema import PacelineError
 
+_NO_EXTRAS = Extras()
 _MANTISSA = 53
 _VALUE_BITS = 23
 _SUM_BITS = 40
@@ -95,12 +96,26 @@ class InvariantPlan(PassPlan):
         self.kv.write(layer, self.flat_N, key, torch.cat([value, unit_NH1], dim=-1))
 
     def attend(
-        self, index: int, layer: int, query_MHD: torch.Tensor, scaling: float | None, window: int | None
+        self,
+        index: int,
+        layer: int,
+        query_MHD: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        extras: Extras = _NO_EXTRAS,
     ) -> torch.Tensor:
-        """One attention call over padded queries, M = rows * T; returns (M, H, D) in float32."""
+        """One attention call over padded queries, M = rows * T; returns (M, H, D) in float32.
+
+        Raises InvariantError for soft caps and sinks.
+        """
+        if extras.softcap is not None or extras.sinks_H is not None:
+            what = "a soft cap" if extras.softcap is not None else "attention sinks"
+            raise InvariantError(f"engine.invariant: the model's attention has {what}; set engine.invariant=false")
         call, groups = self.calls[index], self.heads_per_kv
         keys, values = self.kv.view(layer, call.slots, call.length)
         m, heads, size = query_MHD.shape
+        if heads != groups * keys.shape[1]:
+            raise InvariantError("engine.invariant: layers differ in their number of key heads; set it to false")
         lanes = groups * call.queries
         query = query_MHD.double() * (size**-0.5 if scaling is None else scaling)
         query = on_grid(query, unit_above(query.abs().amax(-1, keepdim=True)), _score_bits(size)[0])

@@ -7,18 +7,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from paceline.forward.attention import NAME, PassPlan, PassRow
+from paceline.forward.attention import NAME, PassPlan, PassRow, UnsupportedModelError, running
 from paceline.forward.invariant import Census, Invariance
 from paceline.forward.invariant_attention import InvariantError, InvariantPlan
 from paceline.forward.kv import KVSlots
+from paceline.forward.self_check import check_model, check_rope, use_sound_kernels
 from paceline.forward.taps import Taps
 from paceline.schema import PacelineError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-class UnsupportedModelError(PacelineError):
-    """A model that the reference engine cannot run without changing its law."""
 
 
 class WeightsError(PacelineError):
@@ -31,9 +28,15 @@ class Runner:
     With ``invariant`` the logits of a token are equal, bit for bit, whatever else its pass holds; raises
     ``InvariantError`` where that cannot be promised. It needs float32 on the CPU, a packed copy of the linear layers'
     weights, and about twice the KV memory.
+
+    Raises UnsupportedModelError, with the model as it was, for one that cannot be run without changing its
+    distribution; with ``self_check`` its packed forward pass is compared with its own (``forward.self_check``).
+    ``context`` is the longest sequence that will be decoded (0: the longest that the model knows).
     """
 
-    def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, invariant: bool = False, self_check: bool = True, context: int = 0
+    ) -> None:
         config = model.config.get_text_config()
         layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
         if not getattr(model, "_supports_attention_backend", False) or layer_types - _LAYER_TYPES:
@@ -42,10 +45,12 @@ class Runner:
                 f"{type(model).__name__} uses {kinds}; the reference engine runs models with full or sliding attention "
                 "through transformers' attention interface"
             )
+        longest = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+        self.context = min(context or longest, longest)
+        check_rope(model, self.context)
         self.model = model.eval().requires_grad_(False)
         self.config = config
         self.vocabulary = int(config.vocab_size)
-        self.context = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
         self.device = model.device
         self.dtype = model.dtype
         self.kv = KVSlots(config.num_hidden_layers)
@@ -53,13 +58,23 @@ class Runner:
         self._heads_per_kv = heads // (getattr(config, "num_key_value_heads", None) or heads)
         self._keep_N: torch.Tensor | None = None
         self._unsound_N: torch.Tensor | None = None
+        self._is_cut = False
         self._taps: Taps | None = None
         self._invariance = Invariance(model) if invariant else None
+        self._own_attention = str(model.config._attn_implementation)
+        use_sound_kernels(model)
         model.set_attn_implementation(NAME)
         # The head's own forward (soft caps, scales) runs on the kept positions alone.
         self._hook = model.base_model.register_forward_hook(self._keep)
         if invariant:
             self._take_census()
+        if self_check:
+            try:
+                check_model(self)
+            except UnsupportedModelError:
+                self.close()
+                model.set_attn_implementation(self._own_attention)
+                raise
 
     def close(self) -> None:
         """Undo what was attached to the model and release the slots."""
@@ -68,6 +83,15 @@ class Runner:
         if self._invariance is not None:
             self._invariance.undo()
         self.kv = KVSlots(0)
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether logits do not depend on the shape of the pass."""
+        return self._invariance is not None
+
+    def release(self) -> None:
+        """Let go of all that the slots hold."""
+        self.kv = KVSlots(self.config.num_hidden_layers)
 
     @property
     def tapped(self) -> tuple[int, ...]:
@@ -86,28 +110,36 @@ class Runner:
         self.kv.drop_states()
 
     @torch.inference_mode()
-    def forward(self, tokens: Sequence[np.ndarray], rows: Sequence[PassRow], keep: np.ndarray) -> torch.Tensor:
+    def forward(
+        self, tokens: Sequence[np.ndarray], rows: Sequence[PassRow], keep: np.ndarray, shift: int = 0
+    ) -> torch.Tensor:
         """One pass. ``tokens[i]`` are the token ids that row i brings; returns raw logits (len(keep), V).
 
-        ``keep`` indexes the packed tokens whose logits are wanted; it may be empty (a pure prefill chunk). Logits are
-        not finite where a key or value of the token, or of one before it in the pass that it sees, was not; only those
-        of a tree's other nodes are left to whoever walks down to it. ``unsound`` tells of all tokens.
+        ``keep`` indexes the packed tokens whose logits are wanted; it may be empty (a pure prefill chunk). The model is
+        told positions that are ``shift`` beyond those of the cache. Logits are not finite where a key or value of the
+        token, or of one before it in the pass that it sees, was not; only those of a tree's other nodes are left to
+        whoever walks down to it. ``unsound`` tells of all tokens.
         """
         plan = self._plan(rows)
         input_1N = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)[None]
-        self._keep_N = torch.from_numpy(keep).to(self.device)
-        with nullcontext() if self._taps is None else self._taps.watching():
-            output = self.model(
-                input_ids=input_1N,
-                # A four-dimensional mask is passed through as it is; the plan's own masks are the ones that count.
-                attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
-                position_ids=plan.position_N[None],
-                use_cache=False,
-                paceline=plan,
-            )
+        self._keep_N, self._is_cut = torch.from_numpy(keep).to(self.device), False
+        try:
+            with nullcontext() if self._taps is None else self._taps.watching(), running(plan):
+                output = self.model(
+                    input_ids=input_1N,
+                    # A four-dimensional mask is passed through as it is; the plan's own masks are those that count.
+                    attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
+                    position_ids=plan.position_N[None] + shift,
+                    use_cache=False,
+                    paceline=plan,
+                )
+        finally:
+            kept_N, self._keep_N = self._keep_N, None
         if self._taps is not None:
             self.kv.write_states(plan.flat_N, self._taps.take()[0])
         logits: torch.Tensor = output.logits[0]
+        if not self._is_cut:  # some heads read a part of the base model, whose hook is not called
+            logits = logits[kept_N]
         self._unsound_N = plan.unsound_N
         if plan.unsound_N is not None and len(keep):
             logits = _tainted(logits, plan.unsound_N, rows, keep)
@@ -139,11 +171,12 @@ class Runner:
         except InvariantError:
             self.close()
             raise
-        self.kv = KVSlots(self.config.num_hidden_layers)
+        self.release()
 
     def _keep(self, module: torch.nn.Module, args: object, output: object) -> object:  # noqa: ARG002
         if self._keep_N is not None:
             output.last_hidden_state = output.last_hidden_state[:, self._keep_N]  # type: ignore[attr-defined]
+            self._is_cut = True
         return output
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor], expected: frozenset[str] | None) -> None:

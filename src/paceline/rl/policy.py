@@ -19,6 +19,7 @@ from paceline.files import files_replaced, named
 from paceline.forward.layers import checkpoint_layers
 from paceline.forward.model_files import foreign, load_tokenizer, no_progress_bars
 from paceline.forward.pretrained import load_pretrained
+from paceline.forward.self_check import use_sound_kernels
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
@@ -258,7 +259,9 @@ def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedMod
     """Model (on the CPU, so that a LoRA's random start is the same on every device) and tokenizer."""
     key, trust = "policy.path", config.trust_remote_code
     tokenizer = load_tokenizer(source, f"{key}={named(config.path)}", trust)
-    return load_pretrained(source, key, config.path, config.dtype, trust), tokenizer
+    model = load_pretrained(source, key, config.path, config.dtype, trust)
+    use_sound_kernels(model)
+    return model, tokenizer
 
 
 def _merged_copy(adapter: PeftModel) -> PreTrainedModel:

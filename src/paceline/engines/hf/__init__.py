@@ -2,6 +2,7 @@
 
 from paceline.engines.hf.engine import HFEngine
 from paceline.engines.intake import RequestError
-from paceline.forward.runner import UnsupportedModelError, WeightsError
+from paceline.forward.attention import UnsupportedModelError
+from paceline.forward.runner import WeightsError
 
 __all__ = ["HFEngine", "RequestError", "UnsupportedModelError", "WeightsError"]

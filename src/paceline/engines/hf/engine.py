@@ -94,9 +94,13 @@ class HFEngine:
         self.decode = decode
         self._grammars = None if tokenizer is None else Vocabulary.of(tokenizer)
         self.table = StepTimeTable()
-        self._runner = Runner(model, invariant=self.config.invariant)
-        own_limit = self._runner.context
-        self.context = min(self.config.context or own_limit, own_limit)
+        self._runner = Runner(
+            model,
+            invariant=self.config.invariant,
+            self_check=self.config.self_check,
+            context=self.config.context,
+        )
+        self.context = self._runner.context
         self._limits = Limits(self.context, self._runner.vocabulary, self.config.kv_tokens, decode is not None)
         self._eos_ids = tuple(default_eos_ids(model) if eos_ids is None else eos_ids)
         self._refit_names = None if refit_names is None else frozenset(refit_names)
