@@ -142,7 +142,15 @@ def test_without_a_token_only_this_machine_is_answered(monkeypatch):
     for host in (b"localhost", b"127.0.0.1:8000", b"[::1]:8000", b"LOCALHOST:1", b"127.1.2.3"):
         assert ask(headers=[(b"host", host)])[0] == 200, host
     assert ask(headers=[])[0] == 200  # HTTP/1.0
-    for host in (b"evil.example", b"192.0.2.7:8000", b"localhost.evil.example", b"127.0.0.1@evil.example", b"", b"[", b"0x7f.1"):
+    for host in (
+        b"evil.example",
+        b"192.0.2.7:8000",
+        b"localhost.evil.example",
+        b"127.0.0.1@evil.example",
+        b"",
+        b"[",
+        b"0x7f.1",
+    ):
         assert ask(headers=[(b"host", host)])[0] == 403, host
     assert ask(headers=[(b"host", b"localhost"), (b"host", b"evil.example")])[0] == 403
     for origin, status in ((b"http://localhost:3000", 200), (b"https://evil.example", 403), (b"null", 403), (b"", 403)):

@@ -100,7 +100,9 @@ def every_route(environ):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", "--enable-tokenizer-info-endpoint"])
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+            ["--model", "m", "--enable-tokenizer-info-endpoint"]
+        )
         app = build_app(args, ("generate", "render", "realtime", "transcription", "embed", "classify"), None)
     found = set()
     for route in app.routes:
@@ -149,7 +151,7 @@ def test_every_route_of_the_real_server_asks_for_the_token(tmp_path):
     extra = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     routes = every_route(extra)
     assert {("POST", "/invocations"), ("GET", "/metrics"), ("POST", "/collective_rpc"), ("GET", "/docs")} <= routes
-    assert {("POST", "/update_weights"), ("POST", "/score"), ("WEBSOCKET", "/v1/realtime")} <= routes
+    assert {("POST", "/update_weights"), ("POST", "/pause"), ("WEBSOCKET", "/v1/realtime")} <= routes
     environ = {**os.environ, **extra, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--enable-tokenizer-info-endpoint"]
     server = Server(
@@ -201,7 +203,16 @@ def test_every_route_of_the_real_server_asks_for_the_token(tmp_path):
             answer = status(address, method, path, "secret")
             assert answer[0] not in (401, 403), (method, path)
             assert is_not_served(answer) is (not is_listed and method != "HEAD"), (method, path, answer)
-            if path in ("/version", "/load", "/metrics", "/v1/models", "/health", "/docs", "/is_paused", "/server_info"):
+            if path in (
+                "/version",
+                "/load",
+                "/metrics",
+                "/v1/models",
+                "/health",
+                "/docs",
+                "/is_paused",
+                "/server_info",
+            ):
                 assert answer[0] == 200 or method == "HEAD", (method, path, answer)
         for path in CONTROL | SERVED:
             known = {route for _, route in routes}

@@ -153,7 +153,9 @@ class Server:
             return None
         # Whatever a version of vLLM makes of the middleware, nobody is let in who should not be.
         if report is None or (self.token and not all(self._status(path) == 401 for path in _GUARDED)):
-            raise ServeError(f"vLLM {self._vllm} answers without the token, so it is stopped; this is a fault: report it")
+            raise ServeError(
+                f"vLLM {self._vllm} answers without the token, so it is stopped; this is a fault: report it"
+            )
         self._is_ready = True
         return self._served(process.pid)
 

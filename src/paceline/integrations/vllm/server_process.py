@@ -59,7 +59,9 @@ UNGUARDED = {
     "ssl_cert_reqs": "clients are known by PACELINE_TOKEN",
     "ssl_ca_certs": "clients are known by PACELINE_TOKEN",
 }
-_CROSS_ORIGIN = "a browser sends no token with its preflight request, so none is answered; use a proxy that adds the token"
+_CROSS_ORIGIN = (
+    "a browser sends no token with its preflight request, so none is answered; use a proxy that adds the token"
+)
 
 
 class ArgumentError(PacelineError):
