@@ -1,4 +1,4 @@
-"""Weights keep their dtypes on the way into the engine: routers in float32 of a mixture in bfloat16 are served exactly."""
+"""Weights keep their dtypes on the way into an engine: float32 routers of a bfloat16 mixture are served exactly."""
 
 import pytest
 import torch

@@ -173,7 +173,7 @@ def test_depths_count_what_was_emitted(passes, room, stop):
     for drafted, accepted in [*passes, *[(0, 0)] * room]:
         accepted = min(accepted, drafted)
         tokens = []
-        for index in range(accepted + 1):
+        for _ in range(accepted + 1):
             tokens.append(emitted)
             emitted += 1
             reason = "stop" if tokens[-1] == stop else "length" if emitted == room else None

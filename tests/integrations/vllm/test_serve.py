@@ -138,7 +138,8 @@ def test_a_server_that_has_not_looked_at_its_arguments_is_stopped():
 
 def test_what_the_process_refuses_is_the_one_line_of_the_error():
     server = stand_in()
-    refused = "import os, pathlib; pathlib.Path(os.environ['PACELINE_SERVE_REPORT']).write_text('{\"refused\": \"--uds: no\"}')"
+    report = "pathlib.Path(os.environ['PACELINE_SERVE_REPORT'])"
+    refused = f'import os, pathlib; {report}.write_text(\'{{"refused": "--uds: no"}}\')'
     server.command = [sys.executable, "-c", refused]
     with pytest.raises(ServeError, match=r"^--uds: no$"):
         serving.serve(server, lambda served: None)

@@ -127,7 +127,7 @@ def test_vllm_parses_every_spelling_to_a_refusal(of_vllm, theirs, field):
 def test_a_file_of_arguments_is_read_too(of_vllm, tmp_path, name):
     path = tmp_path / "arguments.yaml"
     path.write_text(YAML[name] + "\nmax-model-len: 64\n")
-    with pytest.raises(ArgumentError, match="^--"):
+    with pytest.raises(ArgumentError, match=r"^--"):
         read(of_vllm, [*OURS, *SPECULATIVE, *ADDITIONAL], ["--config", str(path)], has_token=True)
     path.write_text("max-model-len: 64\n")
     found = read(of_vllm, [*OURS, *SPECULATIVE, *ADDITIONAL], ["--config", str(path)], has_token=True)
@@ -135,13 +135,13 @@ def test_a_file_of_arguments_is_read_too(of_vllm, tmp_path, name):
     assert found.speculative_config["method"] == "custom_class"
     for broken in ("[", "- a\n", "max-model-len: [a]", "", "\x00"):
         path.write_text(broken)
-        with pytest.raises(ArgumentError, match="^arguments for vLLM: "):
+        with pytest.raises(ArgumentError, match=r"^arguments for vLLM: "):
             read(of_vllm, OURS, ["--config", str(path)], has_token=True)
 
 
 @pytest.mark.vllm
 def test_what_vllm_takes_and_paceline_does_not_decide_goes_through(of_vllm):
-    theirs = "--dtype float32 --max-model-len 4k --logprobs-mode processed_logprobs -tp 2 --enforce-eager -O1".split()
+    theirs = ["--dtype", "float32", "--max-model-len", "4k", "-tp", "2", "--enforce-eager", "-O1"]
     found = read(of_vllm, [*OURS, *SPECULATIVE, *ADDITIONAL], theirs, has_token=True)
     assert (found.max_model_len, found.tensor_parallel_size, found.dtype) == (4000, 2, "float32")
     assert (found.middleware, found.host, found.port) == ([MIDDLEWARE], "127.0.0.1", 8000)

@@ -205,8 +205,9 @@ class VllmEngine:
         """The counters since the engine was built.
 
         Passes, their seconds, preemptions and drafted tokens are those of vLLM's scheduler. Emitted and accepted tokens
-        are counted here, one by one, and depths when a response ends, where vLLM says what it verified for it. What a budget decided, times of drafting and the plain seconds come from the
-        plug-in where it drafts, and are 0 where vLLM's own drafters do.
+        are counted here, one by one, and depths when a response ends, where vLLM says what it verified for it. What a
+        budget decided, times of drafting and the plain seconds come from the plug-in where it drafts, and are 0 where
+        vLLM's own drafters do.
         """
         stats = msgspec.structs.replace(self._stats, events=dict(self._stats.events))
         stats.drafter_version, stats.canary_acceptance = self.sentinel.versions()[1], self.sentinel.acceptance

@@ -138,7 +138,7 @@ class Answer:
         return lengths
 
     def depths(self) -> tuple[list[int], list[int]]:
-        """How deep each draft was tested and kept, as ``EngineStats.count_depths`` takes it, at the end of the response.
+        """How deep each draft was tested and kept, for ``EngineStats.count_depths``, at the end of the response.
 
         Both are empty where vLLM does not say what it verified: in versions without ``Delta.drafts``, and of a request
         that was ended from here. vLLM's own numbers go on behind the end of a response; these do not.

@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: The environment variable that holds the token. Arguments of a process are listed to all users, its environment to one.
+#: The environment variable that holds the token: all users can list the arguments of a process, not its environment.
 TOKEN = "PACELINE_TOKEN"
 #: What answers without the token: probes of load balancers send none, and its answer is a status without a body.
 PUBLIC = frozenset({("GET", "/health")})
@@ -113,6 +113,7 @@ class AccessMiddleware:
         self._digest = _digest(token.encode()) if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, or pass it on."""
         kind = scope["type"]
         outer = _outer(scope)
         if kind == "lifespan":

@@ -153,9 +153,7 @@ class Server:
             return None
         # Whatever a version of vLLM makes of the middleware, nobody is let in who should not be.
         if report is None or (self.token and not all(self._status(path) == 401 for path in _GUARDED)):
-            raise ServeError(
-                f"vLLM {self._vllm} answers without the token, so it is stopped; this is a fault: report it"
-            )
+            raise ServeError(f"vLLM {self._vllm} answers without the token, so it is stopped; report this fault")
         self._is_ready = True
         return self._served(process.pid)
 
@@ -168,7 +166,7 @@ class Server:
     def _status(self, path: str) -> int | None:
         """The status of a request without a token; None where nobody answers."""
         # The certificate is the server's own, for the name that its clients use; nothing secret is sent.
-        context = ssl._create_unverified_context()  # noqa: S323
+        context = ssl._create_unverified_context()
         try:
             with urllib.request.urlopen(f"{self._base}{path}", timeout=2, context=context) as answer:
                 return int(answer.status)

@@ -59,9 +59,7 @@ UNGUARDED = {
     "ssl_cert_reqs": "clients are known by PACELINE_TOKEN",
     "ssl_ca_certs": "clients are known by PACELINE_TOKEN",
 }
-_CROSS_ORIGIN = (
-    "a browser sends no token with its preflight request, so none is answered; use a proxy that adds the token"
-)
+_CROSS_ORIGIN = "a browser sends no token with its preflight request, so none is answered; use a proxy that adds it"
 
 
 class ArgumentError(PacelineError):
@@ -138,7 +136,7 @@ def main(arguments: Sequence[str]) -> None:
         _report(Report(scheme="https" if getattr(found, "ssl_keyfile", None) else "http"))
         return found
 
-    FlexibleArgumentParser.parse_args = checked  # type: ignore[method-assign,assignment]
+    FlexibleArgumentParser.parse_args = checked
     sys.argv = [MODULE, *ours, *theirs]
     runpy.run_module(MODULE, run_name="__main__")
 
