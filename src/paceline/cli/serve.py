@@ -33,7 +33,8 @@ def serve(
     """Serve a model through vLLM, with drafts from history.
 
     Clients see vLLM's OpenAI-compatible API; requests that share a prompt, or name a group in vllm_xargs, draft from
-    one another's answers. The token that clients must send is read from the environment variable PACELINE_TOKEN.
+    one another's answers. The token that clients must send on every route but /health is read from the environment
+    variable PACELINE_TOKEN.
     Metrics of vLLM and of the plug-in are under /metrics. Ctrl-C ends the server.
     """
     with one_line_errors():
@@ -45,7 +46,7 @@ def serve(
         from paceline.typed_yaml import load
 
         plugin = load(PluginConfig, config, settings or [])
-        token = os.environ.get("PACELINE_TOKEN") or None
+        token = os.environ.get("PACELINE_TOKEN")
         server = Server(model, plugin, host=host, port=port, token=token, arguments=arguments or ())
         console = safe_console()
 

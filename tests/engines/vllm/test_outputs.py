@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from paceline.engines.vllm.front import Delta
 from paceline.engines.vllm.outputs import Answer, deltas
-from paceline.schema import RolloutRequest, SamplingParams
+from paceline.schema import EngineStats, RolloutRequest, SamplingParams
 
 
 def answer(room=100, stop_ids=(), decode=None, **params):
@@ -177,3 +179,45 @@ def test_a_response_that_cannot_be_decoded_is_handed_out_as_failed_with_what_it_
     failed = row.failed("request r, response position 1: KeyError", "processed")
     assert (failed.finish_reason, failed.tokens.tolist(), failed.text) == ("error", [3], None)
     assert failed.error == "request r, response position 1: KeyError"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12),
+    st.integers(1, 20),
+    st.sampled_from([None, 3, 7, 11]),
+)
+def test_depths_count_what_was_emitted(passes, room, stop):
+    """Against a count token by token: each emitted token is a draft's at some depth, or the policy's own."""
+    stop_ids = () if stop is None else (stop,)
+    row = answer(max_tokens=room, stop_ids=stop_ids, ignore_eos=False)
+    verified, tested, kept, emitted, reason = [], [], [], 0, None
+    for drafted, accepted in [*passes, *[(0, 0)] * room]:
+        accepted = min(accepted, drafted)
+        tokens = []
+        for _ in range(accepted + 1):
+            tokens.append(emitted)
+            emitted += 1
+            reason = "stop" if tokens[-1] == stop else "length" if emitted == room else None
+            if reason:
+                break
+        if drafted:
+            verified.append((drafted, accepted))
+            own = len(tokens) == accepted + 1  # the last one is the policy's
+            kept.append(min(len(tokens), accepted))
+            tested.append(kept[-1] + (own and accepted < drafted))
+        row.take(delta(tokens, reason, list(verified) if reason else None), 0)
+        if reason:
+            break
+    assert row.accepted == sum(kept)
+    found_tested, found_kept = row.depths()
+    assert found_kept == kept
+    assert found_tested == tested
+    counted = EngineStats()
+    counted.count_depths(found_tested, found_kept)
+    assert sum(counted.depths_accepted) == row.accepted
+
+
+def test_depths_of_a_response_that_was_ended_from_here_are_not_known():
+    row = answer(max_tokens=9, stop_ids=(1,))
+    assert row.take(delta([0, 1, 2]), 0) == "stop"
+    assert row.depths() == ([], [])

@@ -257,7 +257,9 @@ class HFEngine:
         nothing is loaded then.
         """
         self._check_open()
-        tensors = {name: tensor.to(self._runner.dtype) for name, tensor in tensors.items()}
+        # Not all weights have the model's dtype: a mixture in bfloat16 may keep its routers in float32.
+        own = dict(self._runner.model.named_parameters())
+        tensors = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in tensors.items()}
         self.sentinel.refit(tensors, lambda: self._load(version, tensors))
 
     def _load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Collection[str]:

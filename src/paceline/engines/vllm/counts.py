@@ -5,16 +5,13 @@ from typing import Any
 
 import msgspec
 
-from paceline.schema import added
-
 
 class PassCounts(msgspec.Struct, kw_only=True):
     """Counters since vLLM was started. ``drafts`` are rows of passes that verified a draft, ``seconds`` of passes.
 
     Of the passes that emitted a token, ``passes_plain`` verified no draft.
-    ``tokens_accepted`` counts what a draft's verification kept, tokens beyond the end of a response included.
-    ``depths_*`` are those of ``EngineStats``, of the passes whose drafts were all as long as drafts can be: of others
-    vLLM does not say how far they were tested.
+    ``tokens_accepted`` counts what a draft's verification kept, tokens beyond the end of a response included; what was
+    emitted of them is counted request by request (``outputs.Answer``).
     """
 
     passes: int = 0
@@ -23,17 +20,11 @@ class PassCounts(msgspec.Struct, kw_only=True):
     drafts: int = 0
     tokens_drafted: int = 0
     tokens_accepted: int = 0
-    depths_tested: tuple[int, ...] = ()
-    depths_accepted: tuple[int, ...] = ()
     seconds: float = 0.0
 
     def less(self, other: "PassCounts") -> "PassCounts":
         """What was counted beyond ``other``."""
-        return PassCounts(**{name: _less(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__})
-
-
-def _less(count: Any, other: Any) -> Any:
-    return added(count, other, -1) if isinstance(count, tuple) else count - other
+        return PassCounts(**{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__})
 
 
 class Tally:
@@ -65,10 +56,6 @@ class Tally:
             counts.drafts += drafting.num_drafts
             counts.tokens_drafted += drafting.num_draft_tokens
             counts.tokens_accepted += drafting.num_accepted_tokens
-            kept = drafting.num_accepted_tokens_per_pos
-            if drafting.num_draft_tokens == drafting.num_drafts * len(kept):
-                counts.depths_tested = added(counts.depths_tested, [drafting.num_drafts, *kept[:-1]])
-                counts.depths_accepted = added(counts.depths_accepted, kept)
 
     def log(self) -> None:
         """Nothing to print."""

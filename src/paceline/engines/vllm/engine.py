@@ -204,9 +204,10 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         """The counters since the engine was built.
 
-        Passes, their seconds, preemptions and drafted tokens are those of vLLM's scheduler, emitted and accepted tokens
-        are counted here, one by one. What a budget decided, times of drafting and the plain seconds come from the
-        plug-in where it drafts, and are 0 where vLLM's own drafters do.
+        Passes, their seconds, preemptions and drafted tokens are those of vLLM's scheduler. Emitted and accepted tokens
+        are counted here, one by one, and depths when a response ends, where vLLM says what it verified for it. What a
+        budget decided, times of drafting and the plain seconds come from the plug-in where it drafts, and are 0 where
+        vLLM's own drafters do.
         """
         stats = msgspec.structs.replace(self._stats, events=dict(self._stats.events))
         stats.drafter_version, stats.canary_acceptance = self.sentinel.versions()[1], self.sentinel.acceptance
@@ -214,7 +215,6 @@ class VllmEngine:
         stats.forwards = counts.passes
         stats.passes_plain = counts.passes_plain
         stats.preemptions = counts.preemptions
-        stats.depths_tested, stats.depths_accepted = counts.depths_tested, counts.depths_accepted
         stats.tokens_drafted = stats.nodes_offered = counts.tokens_drafted
         stats.forward_seconds = stats.pass_seconds = counts.seconds
         report = self._plugin("report") or {}
@@ -360,6 +360,7 @@ class VllmEngine:
 
     def _finish(self, request_id: str, reason: FinishReason) -> None:
         answer = self._answers.pop(request_id)
+        self._stats.count_depths(*answer.depths())
         accepted = self._stats.tokens_accepted
         per_accepted = self._counts().tokens_drafted / accepted if accepted else 0.0
         source = "model" if self.drafter.model_kind else "history" if self.drafter.kind == "history" else "other"

@@ -135,6 +135,21 @@ class Answer:
             lengths[-1] += self._ended_inside
         return lengths
 
+    def depths(self) -> tuple[list[int], list[int]]:
+        """How deep each draft was tested and kept, for ``EngineStats.count_depths``, at the end of the response.
+
+        Both are empty where vLLM does not say what it verified: in versions without ``Delta.drafts``, and of a request
+        that was ended from here. vLLM's own numbers go on behind the end of a response; these do not.
+        """
+        if not self._drafts:
+            return [], []
+        kept = [accepted for _, accepted in self._drafts]
+        tested = [min(accepted + 1, drafted) for drafted, accepted in self._drafts]
+        kept[-1] = max(kept[-1] - (sum(kept) - sum(self.accept_lengths())), 0)
+        if self._ended_inside or kept[-1] < self._drafts[-1][1]:
+            tested[-1] = kept[-1]  # nobody looked behind the end
+        return tested, kept
+
     def rollout(
         self,
         reason: FinishReason,

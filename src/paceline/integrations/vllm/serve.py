@@ -1,9 +1,12 @@
 """Starts vLLM's OpenAI-compatible server with the plug-in in it, and looks after the process."""
 
+import http.client
 import json
 import os
+import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -13,23 +16,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 
 from paceline.config import PluginConfig, is_loopback
 from paceline.engines.vllm.versions import require_vllm
+from paceline.files import read_bytes
 from paceline.integrations.frameworks import engine_arguments
+from paceline.integrations.vllm.access import TOKEN
+from paceline.integrations.vllm.server_process import MIDDLEWARE, REPORT, Report
 from paceline.schema import PacelineError
 
-#: Arguments of the server that are set here, and what to use for them.
-_OURS = {
-    "--model": "MODEL",
-    "--host": "--host",
-    "--port": "--port",
-    "--api-key": "the environment variable PACELINE_TOKEN",
-    "--speculative-config": "--config and --set",
-    "--additional-config": "--config and --set",
-}
+_REPORT_BYTES = 1 << 16
+#: Asked without the token before the server counts as ready: a route that vLLM guards, and some that it does not.
+_GUARDED = ("/v1/models", "/version", "/metrics", "/nowhere")
 #: How long vLLM lets requests in flight end, and how long it may take in all: without the first it kills its workers.
 _DRAIN_SECONDS = 30
 _GRACE_SECONDS = 60.0
@@ -53,10 +54,10 @@ class Served(msgspec.Struct, kw_only=True):
 
 
 class Server:
-    """The process of a server. ``arguments`` are vLLM's own, after those that are set here.
+    """The process of a server. ``arguments`` are vLLM's own; those that are set here are refused when it starts.
 
-    Listens on ``host``; one that is not a loopback address takes a ``token``, which clients then send as bearer token.
-    Raises ServeError, LossyError or VllmVersionError, one line, before anything is started.
+    Listens on ``host``; one that is not a loopback address takes a ``token``, which clients then send as bearer token
+    on every route but ``/health``. Raises ServeError, LossyError or VllmVersionError, one line, before anything starts.
     """
 
     def __init__(
@@ -71,26 +72,26 @@ class Server:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._vllm = require_vllm()
+        self._environ = dict(os.environ if environ is None else environ)
         if not is_loopback(host) and not token:
             raise ServeError(
-                f"--host {host}: others can reach this address; set PACELINE_TOKEN to a secret that clients must send, "
+                f"--host {host}: others can reach this address; set {TOKEN} to a secret that clients must send, "
                 "or leave --host at 127.0.0.1"
             )
-        for argument in arguments:
-            name = argument.split("=", 1)[0].replace("_", "-")
-            if name in _OURS:
-                raise ServeError(f"{argument}: set here already; use {_OURS[name]}")
+        _check_secrets(token, self._environ)
         drafts = engine_arguments(plugin, environ=environ)
         additional = json.dumps(drafts["additional_config"])
         self.model, self.plugin, self.host, self.port, self.token = model, plugin, host, port, token
-        self.command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host,
-            "--port", str(port), "--shutdown-timeout", str(_DRAIN_SECONDS), "--additional-config", additional,
+        ours = [
+            "--model", model, "--host", host, "--port", str(port), "--shutdown-timeout", str(_DRAIN_SECONDS),
+            "--middleware", MIDDLEWARE, "--additional-config", additional,
         ]  # fmt: skip
         if "speculative_config" in drafts:
-            self.command += ["--speculative-config", json.dumps(drafts["speculative_config"])]
-        self.command += arguments
-        self._environ = dict(os.environ if environ is None else environ)
+            ours += ["--speculative-config", json.dumps(drafts["speculative_config"])]
+        process = [sys.executable, "-m", "paceline.integrations.vllm.server_process", str(len(ours))]
+        self.command = [*process, *ours, *arguments]
+        self._report_path: Path | None = None
+        self._scheme = "http"
         self._is_ready = False
 
     @contextmanager
@@ -101,11 +102,15 @@ class Server:
         """
         self._claim_port()
         self._is_ready = False
-        with tempfile.TemporaryDirectory(prefix="paceline-metrics-") as metrics:
-            environ = {**self._environ, "PROMETHEUS_MULTIPROC_DIR": metrics}
-            environ.pop("PACELINE_TOKEN", None)
+        with tempfile.TemporaryDirectory(prefix="paceline-serve-") as folder:
+            metrics = Path(folder, "metrics")
+            metrics.mkdir()
+            self._report_path = Path(folder, "report.json")
+            environ = {**self._environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics), REPORT: str(self._report_path)}
+            environ.pop(TOKEN, None)
             if self.token:
-                environ["VLLM_API_KEY"] = self.token  # the environment of a process is not listed, its arguments are
+                # The environment of a process is not listed, its arguments are. vLLM's own check is the second one.
+                environ[TOKEN] = environ["VLLM_API_KEY"] = self.token
             process = subprocess.Popen(self.command, env=environ, start_new_session=True)
             try:
                 yield process
@@ -127,16 +132,48 @@ class Server:
         """Return when the server answers. ServeError where it ends or stays silent for ``seconds``."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            code = process.poll()
-            if code is not None:
-                raise ServeError(f"vLLM's server ended with exit code {code} before it was ready; its log says why")
-            try:
-                with urllib.request.urlopen(f"{self._base}/health", timeout=2):
-                    self._is_ready = True
-                    return self._served(process.pid)
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.1)
+            served = self.look(process)
+            if served is not None:
+                return served
+            time.sleep(0.1)
         raise ServeError(f"vLLM's server did not answer at {self._base} within {seconds:.0f} s; its log says more")
+
+    def look(self, process: subprocess.Popen[bytes]) -> Served | None:
+        """What is served, None while nothing is.
+
+        ServeError where the process has ended, refuses its arguments, or would answer without the token.
+        """
+        code, report = process.poll(), self._report()
+        if report is not None and report.refused is not None:
+            raise ServeError(report.refused)
+        if code is not None:
+            raise ServeError(f"vLLM's server ended with exit code {code} before it was ready; its log says why")
+        self._scheme = report.scheme if report is not None else "http"
+        if self._status("/health") != 200:
+            return None
+        # Whatever a version of vLLM makes of the middleware, nobody is let in who should not be.
+        if report is None or (self.token and not all(self._status(path) == 401 for path in _GUARDED)):
+            raise ServeError(f"vLLM {self._vllm} answers without the token, so it is stopped; report this fault")
+        self._is_ready = True
+        return self._served(process.pid)
+
+    def _report(self) -> Report | None:
+        """What the process has found in its arguments; None before it has looked."""
+        if self._report_path is None or not self._report_path.exists():
+            return None
+        return msgspec.json.decode(read_bytes(self._report_path, _REPORT_BYTES), type=Report)
+
+    def _status(self, path: str) -> int | None:
+        """The status of a request without a token; None where nobody answers."""
+        # The certificate is the server's own, for the name that its clients use; nothing secret is sent.
+        context = ssl._create_unverified_context()
+        try:
+            with urllib.request.urlopen(f"{self._base}{path}", timeout=2, context=context) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (OSError, http.client.HTTPException):
+            return None
 
     def _served(self, pid: int) -> Served:
         drafter = self.plugin.drafter
@@ -155,7 +192,7 @@ class Server:
     def _base(self) -> str:
         # A server that listens everywhere is asked here.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"{self._scheme}://[{host}]:{self.port}" if ":" in host else f"{self._scheme}://{host}:{self.port}"
 
 
 def serve(server: Server, on_ready: Callable[[Served], None]) -> int:
@@ -188,14 +225,25 @@ class _AskedError(Exception):
 
 
 def _ready_or_asked(server: Server, process: subprocess.Popen[bytes], asked: threading.Event) -> Served:
-    while True:
-        try:
-            return server.wait_until_ready(process, seconds=0.5)
-        except ServeError:
-            if asked.is_set():
-                raise _AskedError from None
-            if process.poll() is not None:
-                raise
+    while not asked.is_set():
+        served = server.look(process)
+        if served is not None:
+            return served
+        asked.wait(0.1)
+    raise _AskedError
+
+
+def _check_secrets(token: str | None, environ: Mapping[str, str]) -> None:
+    """ServeError where a token cannot be sent, or where the environment would let others in without it."""
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise ServeError(f"{TOKEN}: no client can send it; use printable ASCII characters without spaces")
+    if environ.get("VLLM_API_KEY", token) != token:
+        raise ServeError(f"VLLM_API_KEY: guards only some routes; set {TOKEN} instead, which guards all of them")
+    unsafe = environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0").strip().lower() not in ("", "0", "false")
+    if unsafe and not token:
+        raise ServeError(
+            f"VLLM_ALLOW_INSECURE_SERIALIZATION: whoever connects can run code by it; set {TOKEN} or unset the variable"
+        )
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:
