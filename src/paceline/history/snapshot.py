@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from paceline.files import named, open_regular
 from paceline.history.base import Bytes, Int32s, Int64s, Records
 from paceline.schema import PacelineError
 
@@ -98,12 +99,14 @@ def decode_snapshot(data: bytes | memoryview, name: str = "the history snapshot"
 def read_snapshot(path: str | Path) -> Snapshot:
     """The snapshot in the file at ``path``, which is mapped, not copied. SnapshotError as ``decode_snapshot``."""
     try:
+        open_regular(path).close()
         if Path(path).stat().st_size == 0:  # which cannot be mapped
-            return decode_snapshot(b"", str(path))
+            return decode_snapshot(b"", named(path))
         mapped = np.memmap(path, dtype=np.uint8, mode="r")
-    except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return decode_snapshot(mapped.data, str(path))
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise SnapshotError(f"{named(path)}: cannot be read: {reason}") from None
+    return decode_snapshot(mapped.data, named(path))
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:

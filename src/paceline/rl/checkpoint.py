@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from paceline.files import file_hash, put_in_place, sync_folder, write_synced
+from paceline.files import file_hash, put_in_place, read_json_object, sync_folder, write_synced
+from paceline.forward.model_files import read_tensors
 from paceline.rl.layout import BLOB, MARKER, newest_first
+from paceline.schema import PacelineError
 
 _META, _TENSORS = "meta.json", ".safetensors"
 _SCRATCH = ".writing-"
@@ -96,7 +97,7 @@ def load_latest(directory: Path, warn: Warn = _as_python_warning) -> Checkpoint 
     for path in newest_first(directory):
         try:
             return _load(path)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, PacelineError) as error:
             warn("checkpoint_skipped", f"{path}: {' '.join(str(error).split())}; the one before it is tried")
     return None
 
@@ -121,8 +122,8 @@ def prune(directory: Path, keep: int) -> list[Path]:
 def _load(path: Path) -> Checkpoint:
     if not (path / MARKER).is_file():
         raise ValueError(f"no {MARKER}, so it was not written to the end")
-    hashes = json.loads((path / MARKER).read_bytes())
-    if not isinstance(hashes, dict) or _META not in hashes:
+    hashes = read_json_object(path / MARKER)
+    if _META not in hashes:
         raise ValueError(f"{MARKER} lists no {_META}")
     tensors, blobs = {}, {}
     for name, expected in hashes.items():
@@ -131,10 +132,10 @@ def _load(path: Path) -> Checkpoint:
         if file_hash(path / name) != expected:
             raise ValueError(f"{name} is corrupt: its hash is not the one in {MARKER}")
         if name.endswith(_TENSORS):
-            tensors[name.removesuffix(_TENSORS)] = safetensors.torch.load_file(path / name)
+            tensors[name.removesuffix(_TENSORS)] = read_tensors(path / name)
         elif name.endswith(BLOB):
             blobs[name.removesuffix(BLOB)] = (path / name).read_bytes()
-    meta = json.loads((path / _META).read_bytes())
+    meta = read_json_object(path / _META)
     return Checkpoint(step=int(meta["step"]), path=path, tensors=tensors, meta=meta, blobs=blobs)
 
 
