@@ -46,7 +46,9 @@ def main(steps=16):
         return [task.reward(asked[prompt], said) for prompt, said in zip(prompts, completions, strict=True)]
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(POLICY, dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(
+            POLICY, dtype="float32", attn_implementation="sdpa", use_safetensors=True
+        ),
         reward_funcs=right,
         args=GRPOConfig(
             output_dir="runs/trl",
