@@ -118,5 +118,27 @@ def test_a_task_without_reference_answers_is_one_clear_line(tiny, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_known_before_the_training(tiny, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"out=.*file/x: cannot be made"):
+    with pytest.raises(ConfigError, match=r"out=.*file/x: cannot be written"):
         warmup(config_of(tiny, tmp_path / "file" / "x"))
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_trained(tiny, tmp_path, monkeypatch):
+    steps = []
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/paceline", "x" * 5000, tmp_path / ("y" * 300)):
+        with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another folder"):
+            warmup(config_of(tiny, out), steps=1, batch=2, progress=lambda *step: steps.append(step))
+    # What only writing shows: a file system that takes folders and no files.
+    monkeypatch.setattr(
+        "pathlib.Path.write_bytes", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
+    )
+    with pytest.raises(ConfigError, match="Read-only file system; choose another folder"):
+        warmup(config_of(tiny, tmp_path / "new"), steps=1, batch=2, progress=lambda *step: steps.append(step))
+    assert steps == []
+
+
+def test_the_home_is_expanded_in_where_it_writes_and_what_it_prints(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = warmup(config_of(tiny, "~/adapter"), steps=1, batch=2)
+    assert result.out == str(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
