@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.files import FileWriteError, check_writable, expanded, named
 from paceline.terminal import guard_terminal, printable, say
 
 Overrides = Annotated[
@@ -26,11 +25,14 @@ class Refused(typer.BadParameter):
     def show(self, file: Any = None) -> None:
         """Print the line."""
         del file
-        say(f"error: {self.message}", error=True)
+        options = [name for name in getattr(self.param, "opts", ()) if name.startswith("--")]
+        say(f"error: {''.join(f'{name} ' for name in options[:1])}{self.message}", error=True)
 
 
 def source(text: str) -> Path:
     """The path that an argument names, ``~`` as the home it stands for."""
+    from paceline.files import expanded, named
+
     if not text or "\0" in text:
         raise Refused(f"{printable(repr(text))}: no path; give that of a file or folder")
     path = expanded(text)
@@ -45,6 +47,8 @@ def source(text: str) -> Path:
 
 def target(text: str) -> Path:
     """As ``source``, for a file that is written at the end: that it can be is found before the work."""
+    from paceline.files import FileWriteError, check_writable
+
     path = source(text)
     try:
         check_writable(path)
@@ -67,6 +71,7 @@ def one_line_errors() -> Iterator[None]:
 
     Whatever is printed meanwhile, foreign text among it, acts on no terminal.
     """
+    from paceline.files import named
     from paceline.schema import PacelineError
 
     guard_terminal()

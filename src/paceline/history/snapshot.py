@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from paceline.files import named, open_regular
+from paceline.files import FileReadError, named, open_regular
 from paceline.history.base import Bytes, Int32s, Int64s, Records
 from paceline.schema import PacelineError
 
@@ -103,6 +103,8 @@ def read_snapshot(path: str | Path) -> Snapshot:
         if Path(path).stat().st_size == 0:  # which cannot be mapped
             return decode_snapshot(b"", named(path))
         mapped = np.memmap(path, dtype=np.uint8, mode="r")
+    except FileReadError as error:
+        raise SnapshotError(str(error)) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise SnapshotError(f"{named(path)}: cannot be read: {reason}") from None
