@@ -1,6 +1,7 @@
 """Queries that a policy may write: no state, clock or file read, bounded work and memory, the same rows every time."""
 
 import random
+import re
 import resource
 import time
 
@@ -52,6 +53,7 @@ def shop(tmp_path_factory):
         "SELECT sql FROM sqlite_schema",
         "SELECT * FROM sqlite_temp_master",
         "EXPLAIN SELECT 1",
+        "\ufeffEXPLAIN SELECT 1",
         "eXpLaIn QUERY PLAN SELECT 1",
         "-- a comment\nEXPLAIN SELECT 1",
         "/* a comment */ EXPLAIN/**/SELECT 1",
@@ -88,6 +90,22 @@ def test_a_date_that_depends_on_the_clock_or_the_zone_is_null(shop, function, ti
 def test_a_date_that_is_given_is_computed_as_sqlite_does(shop):
     query = "SELECT date('2020-02-28', '+2 days'), strftime('%Y', '2009-01-01'), date('rubbish'), strftime('%s', 0.5)"
     assert run_query(shop, query).rows == [("2020-03-01", "2009", None, "-210866716800")]
+
+
+@pytest.mark.parametrize(
+    ("sql", "rows"),
+    [
+        ("SELECT date(NULL), julianday('2000-01-01 12:00')", [(None, 2451545.0)]),
+        ("WITH RECURSIVE r (n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM r LIMIT 3) SELECT sum(n) FROM r", [(6,)]),
+        ("VALUES (1), (2)", [(1,), (2,)]),
+        ("-- the newest\nSELECT max(id) FROM artist", [(1000,)]),
+        ("SELECT round(avg(id), 2), upper(substr(min(name), 1, 3)), count(*) FROM artist", [(500.5, "ART", 1000)]),
+        ("SELECT name FROM (SELECT *, row_number() OVER (ORDER BY id) AS n FROM artist) WHERE n = 2", [("artist 2",)]),
+        ("SELECT CASE WHEN name LIKE '%7' THEN 1 ELSE 0 END FROM artist WHERE id = 17", [(1,)]),
+    ],
+)
+def test_what_honest_queries_use_gives_its_rows(shop, sql, rows):
+    assert run_query(shop, sql).rows == rows
 
 
 def rows_or_error(shop, sql, **limits):
@@ -193,3 +211,14 @@ def test_random_queries_give_rows_or_one_line_and_the_same_twice(shop, seed):
 )
 def test_the_query_is_found_in_one_pass(response, query):
     assert query_of(response) == query
+
+
+def test_the_form_of_an_answer_is_the_same_as_by_a_regular_expression():
+    form = re.compile(r"(?P<plan>.*)<sql>(?P<sql>.*)</sql>\s*", re.DOTALL)
+    rng = random.Random(0)
+    pieces = ["<sql>", "</sql>", "a", " ", "\n", "<", "sql>", "\x1c", "\u2003"]
+    for _ in range(20_000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(9)))
+        match = form.fullmatch(text)
+        wanted = None if match is None or "<sql>" in match["plan"] else match["sql"].strip()
+        assert query_of(text) == wanted, text

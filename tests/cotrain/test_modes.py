@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from paceline.config import CotrainConfig, HeadConfig, PolicyConfig
 from paceline.cotrain.taps import Collector
 from paceline.cotrain.trainer import Trainer
 from paceline.drafters.heads import Head, make_head
+from paceline.forward.layers import checkpoint_layers
 from paceline.forward.modes import evaluating, keeping_modes
 from paceline.rl.policy import Policy
 from paceline.schema import as_tokens
@@ -104,3 +105,22 @@ def test_modes_of_nested_modules_are_each_their_own_again():
             model.train()
         assert not any(modes_of(model))
     assert modes_of(model) == modes
+
+
+def test_checkpointing_wakes_no_dropout_of_a_layer_itself():
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        word_embed_proj_dim=16, max_position_embeddings=64, dropout=0.5,
+    )  # fmt: skip
+    model = OPTForCausalLM(config).eval()
+    ids = torch.arange(8)[None]
+    plain = model(input_ids=ids, labels=ids).loss
+    plain.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    checkpoint_layers(model, "here")
+    checked = model(input_ids=ids, labels=ids).loss
+    checked.backward()
+    assert torch.equal(plain, checked)
+    assert torch.allclose(gradient, model.lm_head.weight.grad)

@@ -47,7 +47,7 @@ def root(
 ) -> None:
     """Faster RL post-training: rollouts are drafted and verified, and no token changes.
 
-    Exit codes: 0 done, 1 a comparison failed, 2 bad input, 130 stopped by Ctrl-C.
+    Exit codes: 0 done, 1 a comparison failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
 
 

@@ -67,24 +67,31 @@ JsonPath = Annotated[
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Bad input ends the command with one line and exit code 2, Ctrl-C with 130; a bug keeps its traceback.
+    """Bad input ends the command with one line and exit code 2; a bug keeps its traceback.
 
-    Whatever is printed meanwhile, foreign text among it, acts on no terminal.
+    A signal that asks to stop ends it with 128 + its number: 130 for Ctrl-C, 143 for SIGTERM. Whatever is printed
+    meanwhile, foreign text among it, acts on no terminal.
     """
     from paceline.files import named
     from paceline.schema import PacelineError
+    from paceline.signals import StoppedBySignalError, stop_at_once
 
     guard_terminal()
     try:
-        yield
+        with stop_at_once():
+            yield
     except PacelineError as error:
         say(f"error: {error}", error=True)
         raise typer.Exit(BAD_INPUT) from None
+    except BrokenPipeError:
+        raise  # who reads the output has gone: typer's own ending
     except OSError as error:
-        if error.filename is None:
-            raise
-        say(f"error: {named(str(error.filename))}: {error.strerror or error}", error=True)
+        where = f"{named(str(error.filename))}: " if error.filename is not None else ""
+        say(f"error: {where}{error.strerror or error}", error=True)
         raise typer.Exit(BAD_INPUT) from None
+    except StoppedBySignalError as stopped:
+        say(str(stopped), error=True)
+        raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
         say("stopped by Ctrl-C", error=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -102,10 +109,10 @@ def write_json(path: Path | None, result: Any) -> None:
         return
     import msgspec
 
-    from paceline.files import write_atomically
+    from paceline.files import FileError, write_atomically
     from paceline.schema import PacelineError
 
     try:
         write_atomically(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    except OSError as error:
-        raise PacelineError(f"--json {path}: cannot be written: {error.strerror or error}") from None
+    except FileError as error:
+        raise PacelineError(f"--json {error}") from None

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -18,6 +18,7 @@ from paceline.schema import PacelineError
 AREA = "run"
 #: Bytes that training a weight of float32 takes: itself, its gradient and two moments.
 _TRAINED = 4
+_SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
 
 def configured(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
@@ -179,7 +180,51 @@ def tasks(config: Config) -> Iterator[Finding]:
 
     for name, task in config.tasks.items():
         check_task(name, task)
+        if task.unsafe:
+            says = f"tasks.{name}.unsafe: its reward runs outside the sandbox, with your rights"
+            yield warning(AREA, f"task {name}: sandbox", says, "leave it out unless the reward needs it")
         yield ok(AREA, f"task {name}", f"{task.train_prompts} prompts to train on, {task.eval_prompts} held out")
+    if _tokenizer_folder(config) is not None:
+        yield from guarded(AREA, "prompts", lambda: list(prompts(config)))
+
+
+def prompts(config: Config) -> Iterator[Finding]:
+    """Whether every prompt can be used: its type, its text, its length. Tasks are built, nothing is fetched."""
+    from paceline.forward.model_files import load_tokenizer
+    from paceline.rl.policy import encode_prompt, fit_of
+    from paceline.rl.prompts import checked_prompts, shared_prompts
+    from paceline.rl.tasks.data import DataError, offline
+    from paceline.rl.tasks.registry import make_task
+
+    folder = _tokenizer_folder(config)
+    assert folder is not None
+    tokenizer = load_tokenizer(folder, "policy.path")
+    fit = fit_of(config, _context(folder, config), 1 << 31)
+    for name, task in config.tasks.items():
+        try:
+            with offline():
+                made = make_task(name, task, config.seed)
+        except PacelineError as error:
+            if isinstance(error.__cause__, DataError):
+                yield ok(AREA, f"prompts of {name}", "not looked at: its data is not in the cache", reason(error))
+                continue
+            raise
+        splits = {split: checked_prompts(name, made, split) for split in _SPLITS}
+        for split, found in splits.items():
+            fit.encoded(name, split, found, lambda text: encode_prompt(tokenizer, config.policy, text))
+        shared = shared_prompts(name, splits["train"], splits["eval"])
+        if shared is not None:
+            yield warning(AREA, f"prompts of {name}", shared, "give the splits prompts of their own")
+    for event, line in fit.notices().items():
+        yield warning(AREA, event.replace("_", " "), line, "shorten them, or raise the context")
+    if not fit.notices():
+        yield ok(AREA, "prompts", "every one leaves room for sampling.max_tokens")
+
+
+def _tokenizer_folder(config: Config) -> Path | None:
+    """The policy's folder where it is on this machine and holds a tokenizer."""
+    folder = Path(config.policy.path).expanduser()
+    return folder if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file() else None
 
 
 def sampling(config: Config) -> Iterator[Finding]:

@@ -22,7 +22,8 @@ def train(
     """Train by GRPO on speculative rollouts.
 
     Rollouts are drafted and verified: their tokens equal those of plain decoding. Writes metrics.jsonl, rollouts.jsonl,
-    config.yaml, checkpoints and report.html into the folder of the run. Ctrl-C stops after the step, with a checkpoint.
+    config.yaml, checkpoints and report.html into the folder of the run. Ctrl-C and SIGTERM stop after the step, with a
+    checkpoint; again: at once.
     """
     with one_line_errors():
         from paceline.config import dump_config, load_config

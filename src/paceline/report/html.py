@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from paceline.config import Config, ConfigError, load_config
-from paceline.files import write_atomically
+from paceline.files import read_text, write_atomically
 from paceline.report import drafter_plots, plots
 from paceline.report.example import Decode, Example, examples_html, make_examples
 from paceline.report.html_tables import definitions_table, events_section, steps_table, summary_figure
@@ -17,6 +17,7 @@ from paceline.report.summary import Summary, first_and_later, summarise
 from paceline.report.trace import TraceError, read_metrics
 from paceline.schema import StepRecord
 from paceline.terminal import as_html
+from paceline.typed_yaml import MAX_BYTES
 
 _VERSION = version("paceline")
 #: Title, what it shows, and the function that draws it.
@@ -81,7 +82,7 @@ def write_report(run_dir: str | Path, decode: Decode | None = None) -> Path:
         records=records,
         overlap=overlap_section(run_dir, records),
         examples=make_examples(run_dir, decode),
-        config_text=config_file.read_text(encoding="utf-8") if config_file.is_file() else "",
+        config_text=read_text(config_file, MAX_BYTES) if config_file.is_file() else "",
         config=_config(config_file),
     )
     path = run_dir / "report.html"

@@ -5,8 +5,6 @@ An adapted weight is W + (alpha / r) B A (Hu et al. 2021). Nothing here loads a 
 
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.config import LoraConfig, PolicyConfig
-from paceline.files import named, read_json_object
+from paceline.files import files_replaced, named, read_json_object
 from paceline.forward.layers import decoder_layers
 from paceline.forward.model_files import about, check_finite, foreign, read_tensors
 from paceline.forward.sharding import gathered, placed
@@ -220,14 +218,10 @@ def write_adapter(model: PeftModel, directory: Path, base: str | None, dtype: to
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as scratch:
-        fresh = Path(scratch)
+    with files_replaced(directory) as fresh:
         (fresh / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(settings, indent=2, sort_keys=True, default=_as_json)
         (fresh / _CONFIG).write_text(text + "\n", encoding="utf-8")
-        for name in (_WEIGHTS, _CONFIG):
-            os.replace(fresh / name, directory / name)
 
 
 def _as_json(value: Any) -> Any:

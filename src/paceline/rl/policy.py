@@ -15,13 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.config import Config, PolicyConfig
 from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
-from paceline.files import named
+from paceline.files import files_replaced, named
 from paceline.forward.layers import checkpoint_layers
 from paceline.forward.model_files import foreign, load_tokenizer, no_progress_bars
 from paceline.forward.pretrained import load_pretrained
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
+from paceline.rl.prompts import Fit
 from paceline.rl.scoring import Scorer
 from paceline.schema import Tokens, as_tokens
 from paceline.terminal import printable
@@ -118,20 +119,12 @@ class Policy:
         The template is used where the tokenizer has one and ``policy.chat`` is not false. Raises ModelError where
         ``policy.chat`` is true without a template, and for text without a single token.
         """
-        has_template = self.tokenizer.chat_template is not None
-        if self.config.chat and not has_template:
-            raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
-        quoted = f"prompt {printable(repr(text))}"
-        if has_template and self.config.chat is not False:
-            turn = [{"role": "user", "content": text}]
-            with foreign(f"{quoted}: the chat template of policy.path={named(self.config.path)} fails"):
-                ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        else:
-            with foreign(f"{quoted}: the tokenizer of policy.path={named(self.config.path)} fails"):
-                ids = self.tokenizer(text)["input_ids"]
-        if not ids:
-            raise ModelError(f"{quoted}: the tokenizer makes no token of it")
-        return as_tokens(ids)
+        return encode_prompt(self.tokenizer, self.config, text)
+
+    def fit(self, config: Config) -> Fit:
+        """Which prompts of a run of ``config`` this policy's engine can decode."""
+        traits = self.traits(config)
+        return fit_of(config, traits.context, traits.vocabulary_size)
 
     def decode(self, tokens: Tokens) -> str:
         """Text of ``tokens``, special tokens left out."""
@@ -206,10 +199,14 @@ class Policy:
         lora.write_adapter(self.adapter, directory, None if local else self.config.path, dtype)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the merged model and its tokenizer as an ordinary transformers directory."""
-        with no_progress_bars():
-            self.engine_model().save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+        """Write the merged model and its tokenizer as an ordinary transformers directory.
+
+        FileWriteError where it cannot be written; what was there before is still whole then.
+        """
+        with files_replaced(directory) as fresh:
+            with no_progress_bars():
+                self.engine_model().save_pretrained(fresh)
+            self.tokenizer.save_pretrained(fresh)
 
     def logprobs(
         self,
@@ -221,6 +218,29 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """``Scorer.logprobs``: log-probability (with gradients) and entropy of every response token, each (N,)."""
         return self.scorer.logprobs(prompts, responses, temperature, collector, wanted)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, config: PolicyConfig, text: str) -> Tokens:
+    """``Policy.encode_prompt`` without the model."""
+    has_template = tokenizer.chat_template is not None
+    if config.chat and not has_template:
+        raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
+    quoted = f"prompt {printable(repr(text), 80)}"
+    if has_template and config.chat is not False:
+        turn = [{"role": "user", "content": text}]
+        with foreign(f"{quoted}: the chat template of policy.path={named(config.path)} fails"):
+            ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    else:
+        with foreign(f"{quoted}: the tokenizer of policy.path={named(config.path)} fails"):
+            ids = tokenizer(text)["input_ids"]
+    if not ids:
+        raise ModelError(f"{quoted}: the tokenizer makes no token of it")
+    return as_tokens(ids)
+
+
+def fit_of(config: Config, context: int, vocabulary: int) -> Fit:
+    """Which prompts of a run of ``config`` fit: ``context`` positions (0: not known), ids below ``vocabulary``."""
+    return Fit(context, vocabulary, config.engine.kv_tokens, config.sampling.max_tokens, config.rl.overlong_prompts)
 
 
 def device_of(name: str) -> torch.device:

