@@ -77,8 +77,14 @@ def main():
     parser.add_argument("--json")
     args = parser.parse_args()
     path = resolve_model(args.model)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    engine = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
+    ).eval()
+    engine = HFEngine(
+        AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
+        )
+    )
     eos = theirs.generation_config.eos_token_id
     eos = eos[0] if isinstance(eos, list) else eos
     results = []

@@ -61,7 +61,9 @@ def main():
     args = parser.parse_args()
     logging.disable_progress_bar()
     path = resolve_model(args.model)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype="float32", attn_implementation="sdpa", use_safetensors=True
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     texts = [prompt.text for prompt in TextToSql(train_prompts=args.prompts, eval_prompts=0).prompts("train")]
     eos = model.generation_config.eos_token_id

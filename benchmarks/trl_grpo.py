@@ -60,7 +60,9 @@ def run(way, steps):
 
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(POLICY, dtype="float32"),
+            model=AutoModelForCausalLM.from_pretrained(
+                POLICY, dtype="float32", attn_implementation="sdpa", use_safetensors=True
+            ),
             reward_funcs=right,
             args=GRPOConfig(
                 output_dir=out, per_device_train_batch_size=BATCH, num_generations=SIBLINGS, max_completion_length=96,

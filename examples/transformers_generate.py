@@ -22,7 +22,9 @@ QUESTIONS = [
 def main():
     """Three rounds greedily, three at temperature 0.7."""
     torch.set_num_threads(1)  # a model this small runs fastest on one
-    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(
+        POLICY, dtype="float32", attn_implementation="sdpa", use_safetensors=True
+    )
     tokenizer = AutoTokenizer.from_pretrained(POLICY, padding_side="left")
     inputs = tokenizer(QUESTIONS, return_tensors="pt", padding=True)
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=96)

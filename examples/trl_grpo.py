@@ -49,7 +49,9 @@ def main(steps=16):
         return [scored.reward for scored in judge.score_all(pairs)]
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(POLICY, dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(
+            POLICY, dtype="float32", attn_implementation="sdpa", use_safetensors=True
+        ),
         reward_funcs=right,
         args=GRPOConfig(
             output_dir="runs/trl",

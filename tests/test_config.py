@@ -408,3 +408,32 @@ def test_every_known_key_but_the_refused_ones_is_in_the_dump():
 
     expected = set(known_keys()) - {"sampling.n", "sampling.seed"}
     assert {key for key in dotted(dumped) if key != "tasks.*"} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("seed: !!timestamp abc", "the tag tag:yaml.org,2002:timestamp, and settings are plain"),
+        ("out: !!timestamp 2020-01-01", "the tag tag:yaml.org,2002:timestamp"),
+        ("out: !!binary '!!'", "the tag tag:yaml.org,2002:binary"),
+        ("tasks: !!set {a, b}", "the tag tag:yaml.org,2002:set"),
+        ("tasks: !!omap [a: {kind: x}]", "the tag tag:yaml.org,2002:omap"),
+        ("out: !!pairs [a: 1]", "the tag tag:yaml.org,2002:pairs"),
+        ("out: !!python/object/apply:os.system ['id']", "the tag tag:yaml.org,2002:python/object/apply:os.system"),
+        ("out: !evil x", "the tag !evil"),
+        ("!!timestamp x: 2", "the tag tag:yaml.org,2002:timestamp"),
+        ("seed: !!int ''", "'' is no int"),
+        ("seed: !!int 1:99", "'1:99' is no int"),
+        ("budget: {margin: !!float ''}", "'' is no float"),
+        ("allow_lossy: !!bool maybe", "'maybe' is no bool"),
+        ("out: !!null x", "'x' is no null"),
+        ('out: "\\ud800"', "holds half of a character"),
+    ],
+)
+def test_a_tag_that_no_setting_has_is_one_line_with_its_place(tmp_path, text, problem):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"threads: 1\n{text}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(file, [])
+    assert str(raised.value).startswith(f"{file}:2: not valid YAML: ")
+    assert problem in str(raised.value)

@@ -142,6 +142,77 @@ def test_unsafe_loads_are_recognised(source: str, unsafe: bool) -> None:
     assert bool(list(unsafe_loads(ast.parse(source)))) is unsafe
 
 
+#: The modules that print, and that load models; everything else goes through them.
+PRINTS, LOADS = PACKAGE / "terminal.py", (PACKAGE / "forward" / "model_files.py", PACKAGE / "forward" / "pretrained.py")
+_PRINTERS = {"print", "Console", "echo", "secho", "escape", "from_markup", "showwarning"}
+_LOADERS = {"from_pretrained", "safe_open", "load_file", "load_model", "load_peft_weights", "load_adapter", "PeftModel"}
+
+
+def calls(tree: ast.AST, names: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and source of every call of a function or method of such a name; methods of ``re`` and of consoles aside."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        owner, _, name = called.rpartition(".")
+        is_own = owner in ("re", "glob") or (name == "print" and owner)
+        if (name in names and not is_own) or called in ("sys.stdout.write", "sys.stderr.write"):
+            yield node.lineno, called
+
+
+def test_no_module_prints_foreign_text_past_the_terminal() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {called}"
+        for path in MODULES
+        if path != PRINTS
+        for line, called in calls(ast.parse(path.read_text(encoding="utf-8")), _PRINTERS)
+    ]
+    # A policy that every character of vLLM's page must pass, and that paceline writes whole.
+    assert [line for line in found if "simulate/page.py" not in line] == []
+
+
+def test_no_module_loads_a_models_files_past_the_loader() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {called}"
+        for path in MODULES
+        if path not in LOADS
+        for line, called in calls(ast.parse(path.read_text(encoding="utf-8")), _LOADERS)
+        if called != "HFEngine.from_pretrained"
+    ]
+    assert found == []
+
+
+def test_every_load_of_a_model_names_its_attention_and_takes_safetensors_alone() -> None:
+    places = [*LOADS, *(path for room in ("examples", "benchmarks") for path in (ROOT / room).rglob("*.py"))]
+    bare = []
+    for path in places:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not re.fullmatch(r"AutoModel\w*\.from_\w+", ast.unparse(node.func)):
+                continue
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            is_load = ast.unparse(node.func).endswith(".from_pretrained")
+            if "attn_implementation" not in given or (is_load and given.get("use_safetensors") != "True"):
+                bare.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "hit"),
+    [
+        ("print(x)", _PRINTERS, True),
+        ("console.print(x)", _PRINTERS, False),
+        ("rich.console.Console()", _PRINTERS, True),
+        ("html.escape(x)", _PRINTERS, True),
+        ("re.escape(x)", _PRINTERS, False),
+        ("sys.stderr.write(x)", _PRINTERS, True),
+        ("AutoTokenizer.from_pretrained(x)", _LOADERS, True),
+        ("safetensors.torch.load_file(x)", _LOADERS, True),
+    ],
+)
+def test_what_prints_or_loads_is_recognised(source: str, names: set[str], hit: bool) -> None:
+    assert bool(list(calls(ast.parse(source), names))) is hit
+
+
 def test_the_package_ships_its_types() -> None:
     assert (PACKAGE / "py.typed").is_file()
 

@@ -6,6 +6,7 @@ or the new file and never a part.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -230,9 +231,9 @@ def check_writable(path: str | Path) -> None:
             raise FileWriteError(f"{named(path)}: cannot be written: it is not a regular file")
         folder = (path.resolve() if path.is_symlink() else path).parent
         if not folder.is_dir():
-            raise FileWriteError(f"{named(path)}: cannot be written: {named(folder)} is no folder")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise FileWriteError(f"{named(path)}: cannot be written: nothing can be written into {named(folder)}")
+            kind = errno.ENOTDIR if folder.exists() else errno.ENOENT
+            raise FileWriteError(f"{named(path)}: cannot be written: {os.strerror(kind)}")
+        _probe(folder)
 
 
 def make_writable_folder(folder: str | Path) -> None:
@@ -240,11 +241,16 @@ def make_writable_folder(folder: str | Path) -> None:
     folder = Path(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.part"
-        try:
-            probe.write_bytes(b"x")
-        finally:
-            probe.unlink(missing_ok=True)
+        _probe(folder)
+
+
+def _probe(folder: Path) -> None:
+    """Write and delete a file in ``folder``: permissions do not tell of a file system that takes none."""
+    probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.part"
+    try:
+        probe.write_bytes(b"x")
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 class Appender:

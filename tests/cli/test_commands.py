@@ -597,3 +597,37 @@ def test_simulate_validates_against_published_figures(tmp_path):
     assert all(cell.keys() == fields for cell in cells)
     predicted = [cell for cell in cells if cell["predicted"] is not None]
     assert f"of {len(predicted)} predicted cells within 10 %" in done.output
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/dev/null/x", "/", "/proc/paceline.json", "x" * 5000, "a\0b", "missing/folder/x.json"]
+)
+def test_a_result_that_cannot_be_written_is_known_before_the_work(path, monkeypatch):
+    monkeypatch.setattr("paceline.config.load_config", lambda *_: pytest.fail("the work has begun"))
+    found = invoke("config", "--json", path)
+    assert found.exit_code == 2
+    assert found.stderr.startswith("error: ")
+    assert len(found.stderr.splitlines()) == 1
+    assert len(found.stderr) < 600
+
+
+def test_a_home_in_an_argument_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = invoke("config", "--json=~/result.json", "out=x")
+    assert found.exit_code == 0
+    assert (tmp_path / "result.json").is_file()
+    assert invoke("report", "~/nowhere").stderr.startswith(f"error: {tmp_path}/nowhere/metrics.jsonl")
+    assert invoke("report", "~nobody-at-all/x").stderr.startswith("error: ~nobody-at-all/x/metrics.jsonl")
+    (tmp_path / "c.yaml").write_text("nonsense: 1")
+    assert invoke("config", "~/c.yaml").stderr.startswith(f"error: {tmp_path}/c.yaml:1: unknown key nonsense")
+
+
+@pytest.mark.parametrize("command", ["report", "top", "timeline", "replay", "train", "warmup", "profile", "config"])
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "/dev/null/x"])
+def test_a_path_that_cannot_be_is_one_line_everywhere(command, path):
+    if command == "config" and path != "/dev/null/x":
+        return  # there it may be a setting as well
+    found = invoke(command, path)
+    assert found.exit_code in (1, 2)
+    assert found.exception is None or isinstance(found.exception, SystemExit)
+    assert all(len(line) < 900 for line in found.output.splitlines())

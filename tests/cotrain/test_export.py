@@ -278,3 +278,14 @@ def test_a_multi_token_head_joins_a_policy_of_a_family_that_brings_one(tmp_path)
     with pytest.raises(ExportError, match=r"of a policy of kind llama; set drafter\.kind=eagle3"):
         join_mtp(head, llama)
     assert not (llama / "mtp.safetensors").exists()
+
+
+def test_what_another_process_is_writing_stays_and_what_a_killed_one_left_goes(policy, tmp_path):
+    import os
+
+    alive, dead = tmp_path / f".head-writing-{os.getppid()}-x", tmp_path / ".head-writing-999999999-x"
+    for folder in (alive, dead):
+        folder.mkdir()
+    written(policy, tmp_path / "head")
+    assert alive.is_dir()
+    assert not dead.exists()

@@ -4,6 +4,7 @@ import math
 import socket
 import sqlite3
 import struct
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -425,3 +426,65 @@ def test_a_run_trains_on_when_its_tracker_breaks_and_the_resumed_run_fills_the_g
     found, _ = scalars(tmp_path / "run")
     assert {step: len(values) for step, values in found["tokens"].items()} == {0: 1, 1: 1, 2: 1, 3: 1}
     assert [found["reward"][step][0] for step in range(4)] == pytest.approx([r.reward for r in records])
+
+
+def connected(address: str, sent: bytes) -> socket.socket:
+    host, port = address.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
+    client = socket.create_connection((host, int(port)), timeout=10)
+    client.sendall(sent)
+    return client
+
+
+def is_hung_up(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def scrapes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "paceline-scrape"]
+
+
+def test_a_client_that_stays_is_hung_up_on_when_the_run_ends(tmp_path, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    trackers = tracked(tmp_path, "track.to=[prometheus]", "track.prometheus.port=0", records=steps(1), close=False)
+    clients = [
+        connected(url(trackers), sent) for sent in (b"", b"GET /metrics", b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+    ]
+    assert "paceline_tokens" in page(url(trackers)), "others are served meanwhile"
+    trackers.close()
+    assert all(is_hung_up(client) for client in clients)
+    assert scrapes() == []
+    for client in clients:
+        client.close()
+
+
+def test_a_client_that_sends_ever_so_slowly_has_no_more_time_than_others(tmp_path, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    from paceline.report.trackers import prometheus
+
+    monkeypatch.setattr(prometheus, "_CLIENT_SECONDS", 0.3)
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    trackers = tracked(tmp_path, "track.to=[prometheus]", "track.prometheus.port=0", records=steps(1), close=False)
+    client = connected(url(trackers), b"GET /")
+    assert is_hung_up(client)
+    assert "paceline_tokens" in page(url(trackers))
+    client.close()
+    trackers.close()
+
+
+def test_clients_beyond_the_most_take_no_thread(tmp_path, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    from paceline.report.trackers import prometheus
+
+    monkeypatch.setattr(prometheus, "_MOST_CLIENTS", 3)
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    trackers = tracked(tmp_path, "track.to=[prometheus]", "track.prometheus.port=0", records=steps(1), close=False)
+    clients = [connected(url(trackers), b"G") for _ in range(8)]
+    assert all(is_hung_up(client) for client in clients[3:])
+    assert len(scrapes()) == 3
+    trackers.close()
+    for client in clients:
+        client.close()

@@ -9,7 +9,7 @@ from paceline.config import Config, ConfigError, LoraConfig, PolicyConfig, TaskC
 from paceline.rl.folder import RunExistsError
 from paceline.rl.policy import Policy
 from paceline.rl.warmup import warmup
-from paceline.schema import as_tokens
+from paceline.schema import PacelineError, as_tokens
 from tiny_policies import EOS, save_tiny
 from tiny_tasks import WORDS, Shout
 
@@ -121,3 +121,19 @@ def test_a_folder_that_cannot_be_made_is_known_before_the_training(tiny, tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(RunExistsError, match=r"out=.*file/x: cannot be written: Not a directory"):
         warmup(config_of(tiny, tmp_path / "file" / "x"))
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_trained(tiny, tmp_path):
+    steps = []
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/paceline", "x" * 5000, tmp_path / ("y" * 300)):
+        with pytest.raises(PacelineError, match=r"cannot be (written|locked|made|read)"):
+            warmup(config_of(tiny, out), steps=1, batch=2, progress=lambda *step: steps.append(step))
+    assert steps == []
+
+
+def test_the_home_is_expanded_in_where_it_writes_and_what_it_prints(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = warmup(config_of(tiny, "~/adapter"), steps=1, batch=2)
+    assert result.out == str(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

@@ -10,7 +10,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from paceline.files import FileWriteError, check_writable, expanded, named
 from paceline.terminal import guard_terminal, printable, say
 
 Overrides = Annotated[
@@ -70,11 +69,14 @@ class Refused(typer.BadParameter):
     def show(self, file: Any = None) -> None:
         """Print the line."""
         del file
-        say(f"error: {self.message}", error=True)
+        options = [name for name in getattr(self.param, "opts", ()) if name.startswith("--")]
+        say(f"error: {''.join(f'{name} ' for name in options[:1])}{self.message}", error=True)
 
 
 def source(text: str) -> Path:
     """The path that an argument names, ``~`` as the home it stands for."""
+    from paceline.files import expanded, named
+
     if not text or "\0" in text:
         raise Refused(f"{printable(repr(text))}: no path; give that of a file or folder")
     path = expanded(text)
@@ -89,6 +91,8 @@ def source(text: str) -> Path:
 
 def target(text: str) -> Path:
     """As ``source``, for a file that is written at the end: that it can be is found before the work."""
+    from paceline.files import FileWriteError, check_writable
+
     path = source(text)
     try:
         check_writable(path)
@@ -112,6 +116,7 @@ def one_line_errors() -> Iterator[None]:
     A signal that asks to stop ends it with 128 + its number: 130 for Ctrl-C, 143 for SIGTERM. Whatever is printed
     meanwhile, foreign text among it, acts on no terminal.
     """
+    from paceline.files import named
     from paceline.schema import PacelineError
     from paceline.signals import StoppedBySignalError, stop_at_once
 

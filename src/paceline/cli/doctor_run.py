@@ -200,8 +200,7 @@ def tasks(config: Config) -> Iterator[Finding]:
 
 def prompts(config: Config) -> Iterator[Finding]:
     """Whether every prompt can be used: its type, its text, its length. Tasks are built, nothing is fetched."""
-    from transformers import AutoTokenizer
-
+    from paceline.forward.model_files import load_tokenizer
     from paceline.rl.policy import encode_prompt, fit_of
     from paceline.rl.prompts import checked_prompts, shared_prompts
     from paceline.rl.tasks.data import DataError, offline
@@ -209,7 +208,7 @@ def prompts(config: Config) -> Iterator[Finding]:
 
     folder = _tokenizer_folder(config)
     assert folder is not None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder, "policy.path")
     fit = fit_of(config, _context(folder, config), 1 << 31)
     for name, task in config.tasks.items():
         try:

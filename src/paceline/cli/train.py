@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, source, with_out, write_json
-from paceline.files import expanded
 from paceline.terminal import safe_console
 
 
@@ -28,6 +27,7 @@ def train(
     """
     with one_line_errors():
         from paceline.config import dump_config, load_config
+        from paceline.files import expanded
         from paceline.report.live import LiveView, summary_table
         from paceline.report.summary import first_and_later
 

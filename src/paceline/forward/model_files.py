@@ -45,6 +45,8 @@ _SIZES = re.compile(
 #: Most modules of a kind where no weights are there to count them by, and what the fewest weights allow: experts may
 #: share a tensor.
 _MOST_MODULES, _LEAST_MODULES = 10_000, 512
+#: Longest name of a file that file systems take.
+_MAX_NAME_CHARS = 255
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -238,7 +240,14 @@ def _tokenizer(source: Path | str, where: str, trust_remote_code: bool) -> Any:
         if (folder / CONFIG).exists():
             read_config(folder)
     with foreign(f"{what}: cannot be loaded as a tokenizer"), no_progress_bars():
-        tokenizer = AutoTokenizer.from_pretrained(folder if is_local else source, trust_remote_code=trust_remote_code)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder if is_local else source, trust_remote_code=trust_remote_code
+            )
+        except Exception:
+            if is_local and (folder / CONFIG).exists():
+                load_config(folder, where, trust_remote_code)  # it may be this file that is at fault
+            raise
         tokenizer.decode(tokenizer("a b")["input_ids"])
         if not isinstance(len(tokenizer), int) or not isinstance(tokenizer.chat_template, str | dict | None):
             raise ModelError(f"{what}: chat_template must be text")
@@ -285,6 +294,7 @@ def shard_names(index: Path) -> list[str]:
     for tensor, name in listed.items():
         if (
             not isinstance(name, str)
+            or len(name) > _MAX_NAME_CHARS
             or not re.fullmatch(r"[\w.-][^\x00-\x1f/\\]*\.safetensors", name)
             or not _is_inside(index.parent / name)
         ):

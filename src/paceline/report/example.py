@@ -165,7 +165,10 @@ def _example(title: str, row: TraceRow, decode: Decode | None, prompts: dict[tup
 
 
 def _pieces(tokens: Sequence[int], decode: Decode | None) -> list[str]:
-    return decode(list(tokens)) if decode is not None else [f"{token} " for token in tokens]
+    if decode is None:
+        return [f"{token} " for token in tokens]
+    # Half of a character, which a token may end with, is in no file of text.
+    return [piece.encode("utf-8", "replace").decode() for piece in decode(list(tokens))]
 
 
 def _prompt_texts(run_dir: Path, decode: Decode | None) -> dict[tuple[str, int], str]:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.files import file_hash, named, put_in_place, read_bytes, read_json_object, sync_folder, write_synced
+from paceline.forward.model_files import read_tensors
 from paceline.rl.layout import BLOB, MARKER, newest_first
+from paceline.schema import PacelineError
 from paceline.terminal import printable
 
 _META, _TENSORS = "meta.json", ".safetensors"
@@ -98,7 +99,7 @@ def load_latest(directory: Path, warn: Warn = _as_python_warning) -> Checkpoint 
     for path in newest_first(directory):
         try:
             return _load(path)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, PacelineError) as error:
             why = printable(" ".join(str(error).split()))
             warn("checkpoint_skipped", f"{named(path)}: {why}; the one before it is tried")
     return None
@@ -134,7 +135,7 @@ def _load(path: Path) -> Checkpoint:
         if file_hash(path / name) != expected:
             raise ValueError(f"{name} is corrupt: its hash is not the one in {MARKER}")
         if name.endswith(_TENSORS):
-            tensors[name.removesuffix(_TENSORS)] = safetensors.torch.load_file(path / name)
+            tensors[name.removesuffix(_TENSORS)] = read_tensors(path / name)
         elif name.endswith(BLOB):
             blobs[name.removesuffix(BLOB)] = read_bytes(path / name, _MAX_BLOB_BYTES)
     meta = read_json_object(path / _META, _MAX_META_BYTES)

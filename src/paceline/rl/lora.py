@@ -103,9 +103,10 @@ def unfold(config: PolicyConfig) -> PolicyConfig:
 
     Raises ModelError where a second adapter is configured, or the adapter does not say what it was made for.
     """
-    settings_file = Path(config.path).expanduser() / _CONFIG
-    if not settings_file.is_file():
-        return config
+    with foreign(f"policy.path={named(config.path)}"):
+        settings_file = Path(config.path).expanduser() / _CONFIG
+        if not settings_file.is_file():
+            return config
     if config.adapter is not None:
         raise ModelError(f"policy.path={config.path} is an adapter itself; leave policy.adapter out, or name its model")
     with about(f"policy.path={named(config.path)}"):

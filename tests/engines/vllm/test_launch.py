@@ -146,3 +146,11 @@ def test_what_a_person_set_in_the_environment_stays(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     assert planned().launch.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert "VLLM_CPU_KVCACHE_SPACE" not in planned(on_cpu=False).launch.environment
+
+
+@pytest.mark.parametrize("kind", ["auto", "hf", "pt"])
+def test_vllm_is_never_told_to_read_a_pickle(kind):
+    assert planned().launch.arguments["load_format"] == "safetensors"
+    assert planned(vllm=VllmConfig(options={"load_format": "dummy"})).launch.arguments["load_format"] == "dummy"
+    with pytest.raises(LaunchError, match=f"load_format='{kind}' reads pickles"):
+        planned(vllm=VllmConfig(options={"load_format": kind}))

@@ -30,7 +30,7 @@ def test_engine_arguments_that_are_set() -> None:
         "logprobs_mode", "max_logprobs", "disable_log_stats", "generation_config", "async_scheduling",
         "skip_tokenizer_init", "tokenizer", "structured_outputs_config", "speculative_config", "additional_config",
         "block_size", "num_gpu_blocks_override", "worker_extension_cls", "weight_transfer_config", "enable_sleep_mode",
-        "enforce_eager",
+        "enforce_eager", "load_format",
     }  # fmt: skip
     assert wanted <= names(EngineArgs)
     assert wanted <= names(AsyncEngineArgs)

@@ -21,6 +21,8 @@ EXTENSION = "paceline.engines.vllm.worker.WorkerExtension"
 TRANSFER = "paceline"
 _MODES = {"processed": "processed_logprobs", "raw": "raw_logprobs"}
 _CPU_BLOCK, _GPU_BLOCK = 32, 16
+#: Formats of vLLM's loader that take pickles, as they are or where there is nothing else.
+_PICKLES = ("auto", "hf", "pt")
 
 
 class LaunchError(PacelineError):
@@ -73,6 +75,8 @@ def plan(
         "disable_log_stats": False,
         "generation_config": "vllm",
         "async_scheduling": False,
+        # By itself vLLM falls back to the pickles of a folder.
+        "load_format": "safetensors",
     }
     if config.context:
         arguments["max_model_len"] = config.context
@@ -191,6 +195,9 @@ def _with_options(arguments: dict[str, Any], options: Mapping[str, Any]) -> dict
         "disable_log_stats": None,
         "async_scheduling": None,
     }
+    if options.get("load_format") in _PICKLES:
+        kind = options["load_format"]
+        raise LaunchError(f"engine.vllm.options.load_format={kind!r} reads pickles; leave it out, or set safetensors")
     for name, value in options.items():
         if name in ours and value != arguments.get(name):
             instead = "which the engine needs as it is; leave it out" if ours[name] is None else f"use {ours[name]}"

@@ -8,10 +8,10 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from paceline.engines.vllm.workarounds import is_mended
+from paceline.forward.model_files import opened_weights
 from paceline.forward.runner import WeightsError
 
 _LAYERWISE_LOG = "vllm.model_executor.model_loader.reload.layerwise"
@@ -105,7 +106,7 @@ def reload_checkpoint(model: Any, model_config: Any, load_config: Any) -> None:
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The file's tensors, mapped into memory, parts of a fused layer one after the other."""
-    with safe_open(path, framework="pt") as file:
+    with opened_weights(Path(path)) as file:
         for name in sorted(file.keys()):
             yield name, file.get_tensor(name)
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from paceline.files import write_atomically
+from paceline.forward.model_files import read_tensors
 from paceline.history.snapshot import SnapshotError
 from paceline.integrations.trl.teaching import Teaching
 from paceline.rl.layout import history_file
@@ -71,7 +72,7 @@ class Keeper(TrainerCallback):
                 self._engine.restore_history(history.read_bytes())
             if self._teaching is not None:
                 self._teaching.load(
-                    load_file(folder / f"paceline-{self._rank}.safetensors"),
+                    read_tensors(folder / f"paceline-{self._rank}.safetensors"),
                     json.loads((folder / f"paceline-{self._rank}.json").read_text()),
                 )
         except (OSError, SnapshotError, SafetensorError, PacelineError, KeyError, TypeError, ValueError) as error:
