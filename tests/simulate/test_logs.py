@@ -292,7 +292,6 @@ def test_names_drop_the_suffixes(tmp_path):
             b'{"prompt_ids": [1], "completion_ids": [3000000000]}\n',
             r"a\.jsonl:2: the response holds an id below 0 or ab",
         ),
-        (b'{"prompt_ids": [], "completion_ids": [1]}\n', r"a\.jsonl:2: the prompt is empty"),
         (b'{"trajectory": [{"tokens": {"prompt_ids": [1]}}]}\n', r"a\.jsonl:2: .* lacks 'completion_ids'"),
         (b'{"trajectory": [3]}\n', r"a\.jsonl:2: a row of prime-rl \(trajectory\) that cannot be read"),
         (b'{"nodes": [{"parent": 0, "sampled": true}]}\n', r"a\.jsonl:2: .* the nodes form a circle"),
