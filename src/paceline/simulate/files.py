@@ -1,6 +1,7 @@
 """The files of a rollout log and their rows: JSONL, gzipped JSONL or Parquet, one row in memory at a time."""
 
 import gzip
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ MAX_FILES = 1_000_000
 #: A compressed file may be this many times as large as it is on the disk, beyond the first bytes that are free.
 MAX_RATIO = 300
 _FREE_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 _BOM = b"\xef\xbb\xbf"
 #: Files that lie beside rollouts in the folders of the trainers and hold none that were trained on.
@@ -99,7 +101,9 @@ def _cohort(files: list[Path]) -> list[Path]:
 
 def _below(folder: Path) -> Iterator[Path]:
     """The regular files below a folder, those behind links among them, each folder once however it is linked."""
-    waiting, seen, count = [str(folder)], set(), 0
+    waiting: list[str] = [str(folder)]
+    seen: set[tuple[int, int]] = set()
+    count = 0
     while waiting:
         here = waiting.pop()
         try:
@@ -109,19 +113,26 @@ def _below(folder: Path) -> Iterator[Path]:
             seen.add((place.st_dev, place.st_ino))
             with os.scandir(here) as entries:
                 for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if entry.is_dir():
+                    mode = _mode(entry)
+                    if stat.S_ISDIR(mode) and not entry.name.startswith("."):
                         waiting.append(entry.path)
-                    elif entry.is_file() and entry.name.endswith((*_SUFFIXES, ".pt")):
+                    elif stat.S_ISREG(mode) and entry.name.endswith((*_SUFFIXES, ".pt")):
                         count += 1
                         if count > MAX_FILES:
-                            raise LogError(
-                                f"{named(folder)}: holds more than {MAX_FILES} files; name a folder of one run"
-                            )
+                            raise LogError(f"{named(folder)}: holds more than {MAX_FILES} files; name one run's folder")
                         yield Path(entry.path)
         except OSError as error:
             raise LogError(f"{named(here)}: cannot be read: {_reason(error)}") from None
+
+
+def _mode(entry: "os.DirEntry[str]") -> int:
+    """What an entry is, behind links; 0 for a link that leads nowhere or to itself."""
+    try:
+        if entry.is_dir():
+            return stat.S_IFDIR
+        return stat.S_IFREG if entry.is_file() else 0
+    except OSError:
+        return 0
 
 
 def read_rows(path: Path, warn: Warn) -> Iterator[tuple[str, Row]]:
@@ -138,7 +149,7 @@ def read_rows(path: Path, warn: Warn) -> Iterator[tuple[str, Row]]:
                 yield from _parquet_rows(path, file)
             elif path.suffix == ".gz":
                 bound = _FREE_BYTES + MAX_RATIO * os.fstat(file.fileno()).st_size
-                with gzip.GzipFile(fileobj=file) as unpacked:
+                with io.BufferedReader(gzip.GzipFile(fileobj=file), _CHUNK_BYTES) as unpacked:
                     yield from _json_rows(name, unpacked, bound, warn)
             else:
                 yield from _json_rows(name, file, None, warn)

@@ -235,7 +235,7 @@ def _ids(values: Any, what: str, where: str) -> Tokens:
     """Token ids as int32; LogError for anything that is none."""
     try:
         ids = np.array(msgspec.convert(values, list[int]), dtype=np.int64)
-    except (msgspec.ValidationError, OverflowError):
+    except (msgspec.ValidationError, ValueError, OverflowError):
         raise LogError(f"{where}: the {what} must be a list of token ids") from None
     if ids.size and (ids.min() < 0 or ids.max() >= 1 << 31):
         raise LogError(f"{where}: the {what} holds an id below 0 or above 2**31 - 1")
