@@ -372,3 +372,29 @@ def test_the_summary_is_in_the_table_and_in_the_json(tmp_path):
     assert done.exit_code == 0, done.output
     assert "left out: 1 x an empty response" in done.output
     assert json.loads(out.read_text())["together"]["left_out"] == {"an empty response": 1}
+
+
+def test_the_command_for_pickles_writes_tensors_and_numpy_values(tmp_path):
+    import shlex
+    import subprocess
+    import sys
+
+    import numpy as np
+    import torch
+
+    from paceline.simulate.files import PICKLE_RECIPE
+
+    samples = [
+        {
+            "tokens": np.arange(5),
+            "response_length": np.int64(2),
+            "loss_mask": np.array([1, 0]),
+            "reward": np.float32("nan"),
+        },
+        {"tokens": torch.arange(4), "response_length": 1, "loss_mask": None, "label": np.array(["a"])},
+    ]
+    torch.save({"rollout_id": 3, "samples": samples}, tmp_path / "FILE.pt")
+    command = PICKLE_RECIPE.replace("python", shlex.quote(sys.executable), 1)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    (step,) = read_steps(tmp_path / "FILE.jsonl", None, pytest.fail)
+    assert [(r.prompt.tolist(), r.tokens.tolist()) for r in step.rollouts] == [([0, 1, 2], [3]), ([0, 1, 2], [3])]

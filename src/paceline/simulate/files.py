@@ -44,7 +44,7 @@ _COHORTS = (("train", "effective"), ("train", "all"), ("eval", "effective"), ("e
 #: Writes the samples of a torch pickle as JSON; values may be lists, tensors, or numpy's arrays and numbers.
 PICKLE_RECIPE = (
     "python -c 'import json, sys, numpy as n, torch; c = n._core.multiarray; torch.serialization.add_safe_globals("
-    '[c._reconstruct, c.scalar, n.ndarray, n.dtype, *{type(n.dtype(k)) for k in "?bBhHiIlLqQefd"}]); '
+    '[c._reconstruct, c.scalar, n.ndarray, n.dtype, *{type(n.dtype(k)) for k in "?bBhHiIlLqQefdSU"}]); '
     '[print(json.dumps(s, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))) '
     'for s in torch.load(sys.argv[1], weights_only=True)["samples"]]\' FILE.pt > FILE.jsonl'
 )
