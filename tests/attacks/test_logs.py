@@ -48,6 +48,7 @@ ITEMS = [
 IDS = {"prompt_token_ids": [1, 2], "generation_token_ids": ["3", "4"], "generation_log_probs": [-0.1, -0.1]}
 #: One row of every known format, as its framework writes it.
 ROWS = {
+    "paceline": {"step": 0, "epoch": 0, "prompt_id": 0, "task": "", "tokens": [1, 2], "lossy": ["x"], "reward": 0.0},
     "slime": {
         "tokens": [1, 2, 3, 4],
         "response_length": 2,
@@ -168,6 +169,7 @@ def test_a_mutated_row_is_read_left_out_or_refused_in_one_line(tmp_path, name):
     for _ in range(200):
         row = mutated(ROWS[name], draw)
         path.write_text(json.dumps(row) + "\n")
+        (tmp_path / "a.prompts.jsonl").write_text('{"prompt_id": 0, "tokens": [1, 2]}\n')
         reading, lines = Reading(), []
         steps, error = outcome(path, lines.append, reading)
         if error is not None:
@@ -343,3 +345,31 @@ def test_names_with_control_characters_and_huge_numbers_are_printed_as_escapes(t
     for name in ("²", "9" * 200, "8" * 201):
         (folder / f"{name}.jsonl").write_bytes(GOOD)
     assert [len(path.stem) for path in log_files(folder)][:2] == [200, 201]
+
+
+def test_a_timeline_with_markup_in_its_roles_is_shown(tmp_path):
+    from typer.testing import CliRunner
+
+    from paceline.cli import app
+
+    span = {"role": "\u001b[2J[/]", "doing": "[bold]", "start": 1.0, "seconds": 0.5, "step": 0}
+    (tmp_path / "timeline.jsonl").write_text(
+        json.dumps({"step": 0, "start": 1.0, "seconds": 1.0, "spans": [span]}) + "\n"
+    )
+    done = CliRunner().invoke(app, ["timeline", str(tmp_path), "--step", "0"])
+    assert done.exit_code == 0, done.output
+    assert "[/]" in done.output
+    assert "\u001b[2J" not in done.output
+
+
+@pytest.mark.parametrize(
+    "line", ['{"traceEvents": [{"ph": "X"}]}', "[]", "[" * 100_000, '{"a": null, "b": ' + "[" * 100_000]
+)
+def test_a_foreign_timeline_is_one_line(tmp_path, line):
+    from typer.testing import CliRunner
+
+    from paceline.cli import app
+
+    (tmp_path / "timeline.jsonl").write_text(line + "\n")
+    done = CliRunner().invoke(app, ["timeline", str(tmp_path)])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output

@@ -24,6 +24,7 @@ from paceline.report.timeline_plots import (
 )
 from paceline.report.trace import TraceError, read_metrics, read_timeline
 from paceline.schema import Span, StepRecord
+from paceline.terminal import as_text
 
 TIMELINE = "timeline.jsonl"
 _PANEL_POINTS = 260
@@ -131,7 +132,9 @@ def step_table(one: StepOverlap) -> Table:
     table.add_column("")
     table.add_column("seconds by what it did")
     for role, did in one.doing.items():
-        table.add_row(role, ", ".join(f"{doing} {seconds:.2f}" for doing, seconds in did.items()))
+        table.add_row(
+            as_text(role), as_text(", ".join(f"{doing} {seconds:.2f}" for doing, seconds in did.items()), "", None)
+        )
     return table
 
 

@@ -244,7 +244,7 @@ def decode_line(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
         if b"null" not in line:
             return msgspec.json.decode(line, type=kind)
         return msgspec.convert(_nan_for_null(kind, msgspec.json.decode(line)), kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}:{number}: not a line of {path.name}: {str(error).replace('`', '')}") from None
 
 

@@ -102,7 +102,7 @@ def turns_of(row: Row, where: str) -> Found:
 
 def _paceline(row: Row) -> Found:
     prompt_id = (str(row.get("task", "")), int(row["prompt_id"]))
-    lossy = tuple(str(setting) for setting in row.get("lossy", ()))
+    lossy = tuple(printable(setting, 80) for setting in row.get("lossy") or ())
     yield Turn([], row["tokens"], True, _number(row["step"]), _number(row.get("epoch")), prompt_id, lossy=lossy)
 
 

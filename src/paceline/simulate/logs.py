@@ -107,7 +107,7 @@ def trace_name(path: Path) -> str:
         path = path.resolve()
     except (OSError, RuntimeError):  # a link to itself
         path = path.absolute()
-    name = path.name
+    name = printable(path.name, None)
     return name.removesuffix(".gz").rpartition(".")[0] or name if path.is_file() else name
 
 

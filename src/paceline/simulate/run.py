@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from paceline.drafters import HistoryDrafter
 from paceline.drafters.base import Drafter
+from paceline.files import named
 from paceline.history.native import why_not
 from paceline.history.snapshot import Snapshot, read_snapshot
 from paceline.report.metrics import speedup
@@ -106,7 +107,7 @@ def replay_traces(
                 try:
                     replay.play(step, requests)
                 except PacelineError as error:
-                    raise PacelineError(f"{path}, step {step.number}, drafter {name}: {error}") from None
+                    raise PacelineError(f"{named(path)}, step {step.number}, drafter {name}: {error}") from None
             steps += 1
             lossy |= step.lossy
         done = _trace_result(statistics, steps, replays)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.drafters.base import Drafter
+from paceline.files import named
 from paceline.schema import PacelineError
 from paceline.simulate.budgeted import adaptive_controller
 from paceline.simulate.chosen import drafter_section, settings_tree, vllm_settings, vllm_soft_settings
@@ -217,7 +218,7 @@ def _replayed(
     lossy: set[str] = set()
     for step in read_steps(path, tokenizer, warn, reading):
         requests = step.requests()
-        place = f"{path}, step {step.number}"
+        place = f"{named(path)}, step {step.number}"
         try:
             ledger[NOTHING].append(_plain(step, step_time, batch))
         except PacelineError as error:
@@ -237,7 +238,7 @@ def _replayed(
             ratios.append((1.0,) if devices == 1 else scaling(own, one, step_time, batch, devices))
         lossy |= step.lossy
     if lossy:
-        warn(f"{path}: recorded by a lossy run: {', '.join(sorted(lossy))}")
+        warn(f"{named(path)}: recorded by a lossy run: {', '.join(sorted(lossy))}")
     return ledger, scales
 
 
