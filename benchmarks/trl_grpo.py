@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from paceline.integrations.trl import rollout_func
+from paceline.rl.rewards import Judge
 from paceline.rl.tasks.text_to_sql import TextToSql
 
 POLICY = "examples/policies/sql-1m"
@@ -49,11 +50,13 @@ class Run:
 def run(way, steps):
     """Train once."""
     task = TextToSql(train_prompts=PROMPTS, eval_prompts=0)
+    judge = Judge(task, name="text_to_sql")  # what a policy writes is judged in a sandbox
     asked, found = {prompt.text: prompt for prompt in task.prompts("train")}, Run(way)
 
     def right(prompts, completions, completion_ids, **_):
         found.said.append([list(ids) for ids in completion_ids])
-        return [task.reward(asked[prompt], said) for prompt, said in zip(prompts, completions, strict=True)]
+        pairs = [(asked[prompt], said) for prompt, said in zip(prompts, completions, strict=True)]
+        return [scored.reward for scored in judge.score_all(pairs)]
 
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(

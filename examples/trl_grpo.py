@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 
 from paceline.integrations.trl import rollout_func
+from paceline.rl.rewards import Judge
 from paceline.rl.tasks.text_to_sql import TextToSql
 
 POLICY = "examples/policies/sql-1m"
@@ -40,10 +41,12 @@ def main(steps=16):
     """Four epochs over 32 questions."""
     torch.set_num_threads(1)  # a policy this small runs fastest on one
     task = TextToSql(train_prompts=32, eval_prompts=0)
+    judge = Judge(task, name="text_to_sql")  # what a policy writes is judged in a sandbox
     asked = {prompt.text: prompt for prompt in task.prompts("train")}
 
     def right(prompts, completions, **_):
-        return [task.reward(asked[prompt], said) for prompt, said in zip(prompts, completions, strict=True)]
+        pairs = [(asked[prompt], said) for prompt, said in zip(prompts, completions, strict=True)]
+        return [scored.reward for scored in judge.score_all(pairs)]
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(POLICY, dtype="float32"),

@@ -100,7 +100,10 @@ def test_an_unknown_key_of_an_override_names_the_override(write, override, messa
         ("policy: {lora: [1]}\n", "run.yaml:1: policy.lora must be a section with keys, got [1]"),
         ("tasks: [a]\n", "run.yaml:1: tasks must be a section with keys, got ['a']"),
         ("tasks:\n  a: 0\n", "run.yaml:2: tasks.a must be a section with keys, got 0"),
-        ("sampling: {stop_token_ids: [1, x]}\n", "run.yaml:1: sampling.stop_token_ids: Expected int, got str"),
+        (
+            "sampling: {stop_token_ids: [1, x]}\n",
+            "run.yaml:1: sampling.stop_token_ids: Expected int, got str",
+        ),
         ("rl: {lr: }\n", "run.yaml:1: rl.lr: must be a number, got None"),
         ("- 1\n", "run.yaml:1: the file must be a mapping of sections"),
     ],
@@ -295,7 +298,7 @@ def test_a_broken_file_is_refused_with_the_line(write, text, message):
 
 def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path):
     assert "absent.yaml: cannot be read: No such file or directory" in refusal(tmp_path / "absent.yaml")
-    assert "cannot be read: Is a directory" in refusal(tmp_path)
+    assert "cannot be read: it is a folder" in refusal(tmp_path)
     binary = tmp_path / "model.bin"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "model.bin: not a text file in UTF-8" in refusal(binary)

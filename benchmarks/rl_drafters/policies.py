@@ -25,6 +25,7 @@ from paceline.config import EngineConfig
 from paceline.engines.hf import HFEngine
 from paceline.forward.pretrained import load_pretrained
 from paceline.rl.pretrain import BOS, EOS, PAD, Pair, make_tokenizer, save, seeded, train
+from paceline.rl.rewards import score_all
 from paceline.rl.tasks.base import Split
 from paceline.rl.tasks.chinook import database, schema_sql
 from paceline.rl.tasks.chinook_questions import Question, questions
@@ -243,8 +244,8 @@ def judge(home: Path, task: TextToSql, split: Split, temperature: float) -> floa
     ]
     rollouts = engine.generate(requests)
     engine.close()
-    rewards = [task.reward(prompts[at // params.n], rollout.text or "") for at, rollout in enumerate(rollouts)]
-    return sum(rewards) / len(rewards)
+    pairs = [(prompts[at // params.n], rollout.text or "") for at, rollout in enumerate(rollouts)]
+    return sum(scored.reward for scored in score_all(task, pairs)) / len(pairs)
 
 
 def decoded(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:

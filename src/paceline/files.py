@@ -12,7 +12,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,8 @@ from paceline.terminal import printable
 _CHUNK_BYTES = 1 << 22
 #: Largest JSON file that is read whole unless the caller says otherwise, in bytes.
 MAX_JSON_BYTES = 64 << 20
+#: Longest line that is read of a file of lines unless the caller says otherwise, in bytes.
+MAX_LINE_BYTES = 64 << 20
 _MAX_PATH_CHARS = 200
 
 
@@ -65,12 +68,46 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
     """Return the content of a regular file of at most ``max_bytes``; FileReadError for any other."""
     with open_regular(path) as file:
         try:
-            data = file.read(max_bytes + 1)
+            # As much as there is, not as is allowed: ``read`` sets aside what it is asked for.
+            data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
+            while len(data) <= max_bytes and (more := file.read(min(_CHUNK_BYTES, max_bytes + 1 - len(data)))):
+                data += more
         except OSError as error:
             raise FileReadError(f"{named(path)}: cannot be read: {_reason(error)}") from None
     if len(data) > max_bytes:
         raise FileReadError(f"{named(path)}: is larger than {max_bytes} bytes, the most that is read of such a file")
     return data
+
+
+def read_lines(path: str | Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file, each with its newline, which only a torn last one lacks.
+
+    FileReadError, with the line's number, for one that is longer than ``max_line_bytes``; memory never holds more.
+    """
+    with open_regular(path) as file:
+        yield from lines_of(file, path, max_line_bytes)
+
+
+def lines_of(file: BinaryIO, path: str | Path, max_line_bytes: int = MAX_LINE_BYTES, first: int = 1) -> Iterator[bytes]:
+    """Yield what is left of ``file``, opened from ``path``, as ``read_lines`` does; ``first`` is the first number."""
+    number = first
+    while True:
+        try:
+            line = file.readline(max_line_bytes + 1)
+        except OSError as error:
+            raise FileReadError(f"{named(path)}: cannot be read: {_reason(error)}") from None
+        if not line:
+            return
+        if len(line) > max_line_bytes:
+            raise FileReadError(f"{named(path)}:{number}: the line is longer than {max_line_bytes} bytes")
+        yield line
+        number += 1
+
+
+def count_lines(path: str | Path) -> int:
+    """Return how many newlines a regular file holds."""
+    with open_regular(path) as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
@@ -117,19 +154,46 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn an OSError of the body into a FileWriteError that names ``path``."""
+    """Turn what the body raises where the system refuses to write into a FileWriteError that names ``path``."""
     try:
         yield
     except FileError:
         raise
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and "null byte" not in str(error):
+    except Exception as error:
+        if not _is_refusal(error):
             raise
         raise FileWriteError(f"{named(path)}: cannot be written: {_reason(error)}") from None
 
 
-def write_atomically(path: str | Path, data: bytes) -> None:
-    """Replace the file at ``path`` by ``data``: a reader sees the old or the new content, never a part.
+def _is_refusal(error: Exception) -> bool:
+    """Whether the system refused, as Python, safetensors and tokenizers, which has no class of its own, say it."""
+    if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+        return True
+    return type(error) is Exception or (isinstance(error, ValueError) and "null byte" in str(error))
+
+
+@contextlib.contextmanager
+def files_replaced(directory: str | Path) -> Iterator[Path]:
+    """Give a new folder; the files that the body writes there go to ``directory``, which is made, once all are whole.
+
+    FileWriteError, which names ``directory``, where they cannot be written; what was there before is still whole then.
+    """
+    directory = Path(directory)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory, ignore_cleanup_errors=True) as scratch:
+            yield Path(scratch)
+            fresh = sorted(path for path in Path(scratch).iterdir() if path.is_file())
+            for path in fresh:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            for path in fresh:
+                os.replace(path, directory / path.name)
+        sync_folder(directory)
+
+
+def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
+    """Replace the file at ``path`` by ``data``, or its pieces: a reader sees the old or new content, never a part.
 
     Raises FileWriteError, which names the file, where it cannot be written; nothing is left behind then, and the old
     content is still there. Processes that write the same path at once do not mix: the last one stays.
@@ -143,7 +207,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         part = path.with_name(f".{path.name[:100]}-{os.getpid()}-{secrets.token_hex(4)}.part")
         try:
             with part.open("xb") as file:
-                file.write(data)
+                file.writelines((data,) if isinstance(data, bytes) else data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
@@ -151,6 +215,89 @@ def write_atomically(path: str | Path, data: bytes) -> None:
             part.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
+
+
+def expanded(path: str | Path) -> Path:
+    """Return ``path`` with a leading ``~`` or ``~name`` as the home it stands for; unchanged where there is no such."""
+    return Path(os.path.expanduser(path))
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise the FileWriteError with which writing a file at ``path`` would end, as far as that can be known before."""
+    path = Path(path)
+    with writing(path):
+        if path.is_dir() or (path.exists() and not stat.S_ISREG(path.stat().st_mode)):
+            raise FileWriteError(f"{named(path)}: cannot be written: it is not a regular file")
+        folder = (path.resolve() if path.is_symlink() else path).parent
+        if not folder.is_dir():
+            raise FileWriteError(f"{named(path)}: cannot be written: {named(folder)} is no folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise FileWriteError(f"{named(path)}: cannot be written: nothing can be written into {named(folder)}")
+
+
+def make_writable_folder(folder: str | Path) -> None:
+    """Make ``folder`` where it is not there, and write and delete a file in it; FileWriteError where that fails."""
+    folder = Path(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.part"
+        try:
+            probe.write_bytes(b"x")
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+class Appender:
+    """Appends to a file of lines: what ``append`` was given is on the disk when it returns, whole or not at all.
+
+    Where the disk refuses, the file is cut back to the last whole line and FileWriteError names it; whoever catches it
+    may append again.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open ``path``, a regular file or none; FileWriteError where it cannot be."""
+        self.path = Path(path)
+        with writing(self.path):
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+            self._descriptor = os.open(self.path, flags, 0o644)
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                self.close()
+                raise FileWriteError(f"{named(self.path)}: cannot be written: it is not a regular file")
+            #: Bytes that are whole.
+            self.size = self._before = os.lseek(self._descriptor, 0, os.SEEK_END)
+
+    def ends_with_line(self) -> bool:
+        """Return whether the file is empty or ends with a newline."""
+        with writing(self.path):
+            return not self.size or os.pread(self._descriptor, 1, self.size - 1) == b"\n"
+
+    def append(self, data: bytes) -> None:
+        """Write ``data`` behind what is there, and sync it."""
+        with writing(self.path):
+            try:
+                left, at = memoryview(data), self.size
+                while left:
+                    written = os.pwrite(self._descriptor, left, at)
+                    left, at = left[written:], at + written
+                os.fsync(self._descriptor)
+            except BaseException:
+                # Cutting needs no space. Where it fails too, readers skip the torn line and a resume drops it.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, self.size)
+                raise
+            self._before, self.size = self.size, at
+
+    def undo(self) -> None:
+        """Take back the last ``append``, where the system lets us."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, self._before)
+            self.size = self._before
+
+    def close(self) -> None:
+        """Close the file; ``append`` raises from now on."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def write_synced(path: Path, content: bytes) -> str:
@@ -197,5 +344,5 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or printable(error)

@@ -4,17 +4,21 @@ Token ids are one-dimensional int32 arrays everywhere. Nothing here imports torc
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from paceline.terminal import printable
+
 Tokens = npt.NDArray[np.int32]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+#: The reasons of responses that did not come to their end; nothing is learned from them.
+CUT_SHORT = ("abort", "error")
 
 #: Where an emitted token came from. 0: the policy's own sample beyond any draft; others: a draft that was accepted,
 #: copied from the request's own text (``prompt``), a sibling in flight, an earlier rollout, another drafter, or
@@ -22,24 +26,74 @@ FinishReason = Literal["stop", "length", "abort"]
 #: a head of the policy's among them (``model``).
 SOURCES: tuple[str, ...] = ("policy", "prompt", "sibling", "history", "other", "elsewhere", "forced", "model")
 
+_INT32 = np.iinfo(np.int32)
+_LONGEST_SHOWN = 80
+
 #: Requests whose ids begin so are the sentinel's: nothing is remembered of them, and their rollouts end as ``abort``.
 CANARY = "canary/"
+#: Longest message of an error, in characters; a longer one loses its middle, since what to do stands at the end.
+_MESSAGE_CHARS = 1500
 
 
 class PacelineError(Exception):
-    """Base of every error that paceline raises by name; the message is one line: what, where, what to do."""
+    """Base of every error that paceline raises by name; the message is one line: what, where, what to do.
+
+    Messages quote files, models and users: ``str`` gives one printable line of bounded length.
+    """
+
+    def __str__(self) -> str:
+        text = printable(" ".join(line.strip() for line in super().__str__().splitlines()), None)
+        if len(text) <= _MESSAGE_CHARS:
+            return text
+        return f"{text[: 2 * _MESSAGE_CHARS // 3]}…{text[-_MESSAGE_CHARS // 3 :]}"
 
 
 class DraftLawError(PacelineError):
     """A drafter's account of what its tokens were drawn from cannot be true; nothing of the pass is emitted."""
 
 
+class FailedRequestError(PacelineError):
+    """A request that could not be decoded to its end; the message names it, and ``rollouts`` are all of its call."""
+
+    def __init__(self, message: str, rollouts: "list[Rollout] | None" = None) -> None:
+        super().__init__(message)
+        self.rollouts = rollouts or []
+
+
 def as_tokens(ids: Any) -> Tokens:
-    """A one-dimensional int32 array of ``ids``; ValueError where it is not one."""
-    array = np.ascontiguousarray(ids, dtype=np.int32)
+    """A one-dimensional int32 array of ``ids``, whole numbers of 32 bits; ValueError for anything else."""
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1:
+        return np.ascontiguousarray(ids)
+    array = _array(ids)
     if array.ndim != 1:
         raise ValueError(f"token ids must be one-dimensional, got shape {array.shape}")
-    return array
+    if not array.size:
+        return np.empty(0, dtype=np.int32)
+    if array.dtype.kind not in "iuf" or (array.dtype.kind == "f" and not (array % 1 == 0).all()):
+        raise ValueError(f"token ids must be integers, got {_shown(ids)}")
+    if array.min() < _INT32.min or array.max() > _INT32.max:
+        wrong = array[(array < _INT32.min) | (array > _INT32.max)][0]
+        raise ValueError(f"token id {wrong} does not fit into 32 bits")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _array(ids: Any) -> npt.NDArray[Any]:
+    """``ids`` as numpy reads them; those of a tensor on any device. ValueError where they are no plain array."""
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu()
+    elif isinstance(ids, list | tuple) and any(type(one) is bool for one in ids):
+        # Beside integers, numpy would take True for 1.
+        raise ValueError(f"token ids must be integers, got {_shown(ids)}")
+    try:
+        return np.asarray(ids)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"token ids must be integers, got {_shown(ids)}") from None
+
+
+def _shown(value: object) -> str:
+    """``value`` in one short line, for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
 def derive_seed(*parts: object) -> int:
@@ -60,19 +114,28 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     trigger: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.text.strip():
-            raise ValueError(f"text: {self.text!r} must be a {self.kind}, not empty")
-        if any(token < 0 for token in self.trigger):
-            raise ValueError(f"trigger: {self.trigger!r} must be token ids")
+        if self.kind not in _GRAMMARS:
+            raise ValueError(f"kind: {_shown(self.kind)} must be one of {', '.join(_GRAMMARS)}")
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ValueError(f"text: {_shown(self.text)} must be a {self.kind}, not empty")
+        try:
+            msgspec.structs.force_setattr(self, "trigger", _ids(self.trigger))
+        except ValueError as error:
+            raise ValueError(f"trigger: {_shown(self.trigger)} must be {error}") from None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one response is sampled. A value that cannot be honoured raises ValueError at construction.
+    """How one response is sampled. A value that cannot be honoured raises ValueError, which names the field.
 
     Processors apply in this order at every position: ``allowed_token_ids``, ``grammar``, ``bad_words``,
     ``min_tokens``, ``logit_bias``, repetition, presence and frequency penalty, ``temperature``, ``min_p``, ``top_k``,
     ``top_p``.
-    ``temperature`` 0 is greedy. ``seed`` None derives the seed from the request id, so no two requests share noise.
+    ``temperature`` 0 is greedy, and so is one below 1e-5, as in vLLM, which becomes 0. ``seed`` None derives the seed
+    from the request id, so no two requests share noise.
+
+    Values are taken as vLLM takes them: ``stop`` is a text or several, lists stand for tuples, numpy's numbers for
+    Python's, keys of ``logit_bias`` may be digits, and None is nothing for ``stop``, ``stop_token_ids``, ``bad_words``
+    (which are token ids here) and ``logit_bias``. A truth value is no number, and no other number a truth value.
     """
 
     temperature: float = 1.0
@@ -96,25 +159,164 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: Literal["processed", "raw"] = "processed"
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number >= 0"),
-            ("top_k", self.top_k >= 0, ">= 0 (0 is off)"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty), "> 0"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
-            ("logit_bias", all(not math.isnan(b) and b < math.inf for b in self.logit_bias.values()), "below +inf"),
-            ("max_tokens", self.max_tokens >= 1, ">= 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
-            ("bad_words", all(self.bad_words), "free of empty sequences"),
-            ("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "not empty"),
-            ("stop", all(self.stop), "free of empty strings"),
-            ("n", self.n >= 1, ">= 1"),
-        )
-        for name, holds, wanted in checks:
-            if not holds:
-                raise ValueError(f"sampling parameter {name}={getattr(self, name)!r}: must be {wanted}")
+        for name in self.__struct_fields__:
+            given = getattr(self, name)
+            value = self.taken(name, given)
+            if value is not given:
+                msgspec.structs.force_setattr(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"sampling parameter min_tokens={self.min_tokens}: must be between 0 and max_tokens={self.max_tokens}"
+            )
+
+    @staticmethod
+    def taken(name: str, value: Any) -> Any:
+        """The value of the field ``name`` that ``value`` stands for. ValueError, naming the field, for none."""
+        try:
+            return _FIELDS[name](value)
+        except ValueError as error:
+            raise ValueError(f"sampling parameter {name}={_shown(value)}: must be {error}") from None
+
+
+def _number(value: Any, least: float, most: float, wanted: str, *, above: bool = False) -> float:
+    """A finite number in [least, most], or in (least, most] where it must be ``above``."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ValueError(wanted)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(wanted) from None
+    if not least <= number <= most or (above and number == least):
+        raise ValueError(wanted)
+    return number
+
+
+def _integer(value: Any, least: int, most: int, wanted: str) -> int:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise ValueError(wanted)
+    return int(value)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Token ids out of a list or a tuple."""
+    wanted = "a list of token ids, whole numbers from 0 to 2147483647"
+    if not isinstance(value, list | tuple):
+        raise ValueError(wanted)
+    return tuple(_integer(token, 0, int(_INT32.max), wanted) for token in value)
+
+
+def _temperature(value: Any) -> float:
+    number = _number(value, 0.0, _LARGEST, "a finite number >= 0")
+    return 0.0 if number < LEAST_TEMPERATURE else number
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("a text or a list of texts, free of empty strings")
+    if any(0xD800 <= ord(letter) <= 0xDFFF for text in texts for letter in text):
+        raise ValueError("text, which half of a surrogate pair is not")
+    return tuple(texts)
+
+
+def _bad_words(value: Any) -> tuple[tuple[int, ...], ...]:
+    wanted = "a list of words, each a list of token ids and free of empty sequences; encode the words"
+    if not isinstance(value, list | tuple | None):
+        raise ValueError(wanted)
+    try:
+        words = tuple(_ids(word) for word in value or ())
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not all(words):
+        raise ValueError(wanted)
+    return words
+
+
+def _allowed(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = _ids(value)
+    if not ids:
+        raise ValueError("not empty; leave it out to allow all")
+    return ids
+
+
+def _bias(value: Any) -> dict[int, float]:
+    wanted = f"a mapping of token ids to numbers below +inf, none beyond {_LARGEST:g} but -inf"
+    if not isinstance(value, Mapping | None):
+        raise ValueError(wanted)
+    bias = {}
+    for key, amount in (value or {}).items():
+        digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= len(str(_INT32.max))
+        token = _integer(int(key) if digits else key, 0, int(_INT32.max), wanted)
+        if token in bias:
+            raise ValueError(f"free of a token that is named twice, as {token} is")
+        is_ban = isinstance(amount, float | np.floating) and amount == -math.inf
+        bias[token] = -math.inf if is_ban else _number(amount, -_LARGEST, _LARGEST, wanted)
+    return bias
+
+
+def _grammar(value: Any) -> "Grammar | None":
+    if not isinstance(value, Grammar | None):
+        raise ValueError("a paceline.schema.Grammar")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError("true or false itself")
+    return bool(value)
+
+
+def _seed(value: Any) -> int | None:
+    return None if value is None else _integer(value, -(1 << 63), (1 << 64) - 1, "an integer of 64 bits, or None")
+
+
+def _mode(value: Any) -> str:
+    if not isinstance(value, str) or value not in ("processed", "raw"):
+        raise ValueError("'processed' or 'raw': whose log-probabilities, not how many")
+    return value
+
+
+#: Lower temperatures are greedy, as in vLLM: a logit divided by one may leave what float32 holds.
+LEAST_TEMPERATURE = 1e-5
+#: Larger biases, temperatures and penalties may turn into infinities on their way through the processors.
+_LARGEST = 1e30
+_LARGEST_PENALTY = 1e5
+#: Most samples of one request, as in vLLM.
+MOST_SAMPLES = 16384
+_GRAMMARS = ("json_schema", "regex", "ebnf")
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "temperature": _temperature,
+    "top_k": lambda value: _integer(value, 0, 1 << 62, "an integer >= 0 (0 is off)"),
+    "top_p": lambda value: _number(value, 0.0, 1.0, "in (0, 1]", above=True),
+    "min_p": lambda value: _number(value, 0.0, 1.0, "in [0, 1]"),
+    "repetition_penalty": lambda value: _number(
+        value,
+        1 / _LARGEST_PENALTY,
+        _LARGEST_PENALTY,
+        f"a number > 0, from {1 / _LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}",
+    ),
+    "presence_penalty": lambda value: _number(
+        value, -_LARGEST_PENALTY, _LARGEST_PENALTY, f"finite, at most {_LARGEST_PENALTY:g} either way"
+    ),
+    "frequency_penalty": lambda value: _number(
+        value, -_LARGEST_PENALTY, _LARGEST_PENALTY, f"finite, at most {_LARGEST_PENALTY:g} either way"
+    ),
+    "logit_bias": _bias,
+    "min_tokens": lambda value: _integer(value, 0, 1 << 62, "an integer between 0 and max_tokens"),
+    "max_tokens": lambda value: _integer(value, 1, 1 << 62, "an integer >= 1"),
+    "bad_words": _bad_words,
+    "allowed_token_ids": _allowed,
+    "grammar": _grammar,
+    "stop_token_ids": lambda value: () if value is None else _ids(value),
+    "stop": _stop,
+    "ignore_eos": _truth,
+    "n": lambda value: _integer(value, 1, MOST_SAMPLES, f"an integer >= 1, at most {MOST_SAMPLES}"),
+    "seed": _seed,
+    "logprobs": _mode,
+}
 
 
 class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
@@ -133,11 +335,19 @@ class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
     begun: "Rollout | None" = None
 
     def __post_init__(self) -> None:
-        self.prompt = as_tokens(self.prompt)
-        if self.prompt.size == 0:
-            raise ValueError(
-                f"request {self.request_id}: the prompt is empty; give at least one token (for instance BOS)"
-            )
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise ValueError(f"request_id={_shown(self.request_id)}: must be text, not empty")
+        name = f"request {_shown(self.request_id)[1:-1]}"
+        for field, kind, wanted in (
+            ("params", SamplingParams, "SamplingParams"),
+            ("group", str, "text"),
+            ("prompt_key", str, "text"),
+            ("speculate", bool | np.bool_, "true or false itself"),
+            ("begun", Rollout | None, "a Rollout"),
+        ):
+            if not isinstance(getattr(self, field), kind):
+                raise ValueError(f"{name}: {field}={_shown(getattr(self, field))}: must be {wanted}")
+        self.prompt = _prompt(self.prompt, name)
         if not self.prompt_key:
             self.prompt_key = xxhash.xxh3_64_hexdigest(self.prompt.tobytes())
 
@@ -145,6 +355,36 @@ class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
     def seed(self) -> int:
         """The request's noise key, 64 bits."""
         return self.params.seed if self.params.seed is not None else derive_seed("request", self.request_id)
+
+
+def _prompt(given: Any, name: str) -> Tokens:
+    """The ids of a prompt; of a tokenizer's mapping its ``input_ids``, those of one text and without padding."""
+    ids = given
+    if isinstance(given, Mapping) or hasattr(given, "input_ids"):
+        try:
+            ids, mask = given["input_ids"], given.get("attention_mask")
+            ids, mask = _array(ids), None if mask is None else _array(mask)
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise ValueError(f"{name}: prompt: a mapping without readable input_ids; give the token ids") from None
+        if ids.ndim == 2 and len(ids) == 1:
+            ids, mask = ids[0], mask if mask is None or mask.ndim != 2 else mask[0]
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(f"{name}: prompt: attention_mask has shape {mask.shape}, input_ids {ids.shape}")
+        ids = ids if mask is None else ids[mask != 0]
+    elif isinstance(given, str | bytes):
+        raise ValueError(f"{name}: prompt: is text; encode it, the engine takes token ids")
+    try:
+        ids = _array(ids)
+        if ids.size and ids.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be integers, got {_shown(given)}")
+        prompt = as_tokens(ids)
+    except ValueError as error:
+        raise ValueError(f"{name}: prompt: {error}") from None
+    if prompt.size == 0:
+        raise ValueError(f"{name}: the prompt is empty; give at least one token (for instance BOS)")
+    if prompt.min() < 0:
+        raise ValueError(f"{name}: prompt: token id {prompt.min()} is negative")
+    return prompt
 
 
 class Draft(msgspec.Struct, kw_only=True, eq=False):
@@ -187,7 +427,8 @@ class Rollout(msgspec.Struct, kw_only=True, eq=False):
 
     ``logprobs`` are of the mode ``logprob_mode``; ``raw_logprobs`` are log-softmax of the untouched logits.
     ``margins`` is the gap between the two best keyed scores: the token stands while no logit moves by half of it.
-    ``forwards`` counts the policy passes in which this row decoded.
+    ``forwards`` counts the policy passes in which this row decoded. Where decoding failed, ``finish_reason`` is
+    ``error``, and ``error`` says why in one line that names the request; the tokens are those of the passes before.
     """
 
     request_id: str
@@ -208,6 +449,7 @@ class Rollout(msgspec.Struct, kw_only=True, eq=False):
     accept_lengths: Tokens
     text: str | None = None
     sample_index: int = 0
+    error: str | None = None
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -273,6 +515,12 @@ def reaching(depths: Iterable[int]) -> tuple[int, ...]:
     return tuple(np.bincount(list(depths) or [0])[::-1].cumsum()[-2::-1].tolist())
 
 
+#: What files of a run count: no number there makes a sum or a float overflow.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+#: A token id, of 32 bits as everywhere.
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """What a role (``learner``, ``worker-0``, ..) was doing from ``start`` (seconds since the epoch) for ``seconds``.
 
@@ -291,17 +539,17 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 class StepRecord(msgspec.Struct, kw_only=True):
     """The metrics of one training step, one line of ``metrics.jsonl``. Definitions: ``paceline.report.definitions``."""
 
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     reward: float
     reward_std: float
-    rollouts: int
-    tokens: int
+    rollouts: Count
+    tokens: Count
     response_tokens_mean: float
     tokens_per_forward: float
     acceptance: float
     drafted_per_forward: float
-    policy_forwards: int
+    policy_forwards: Count
     loss: float
     grad_norm: float
     lr: float
@@ -309,9 +557,9 @@ class StepRecord(msgspec.Struct, kw_only=True):
     entropy: float
     clip_fraction: float
     mismatch_kl: float
-    reward_errors: int
+    reward_errors: Count
     truncated: float
-    weight_version: int
+    weight_version: Count
     seconds: dict[str, float]
     plain_seconds_projected: float
     speedup_projected: float
@@ -319,11 +567,11 @@ class StepRecord(msgspec.Struct, kw_only=True):
     speedup_measured: float = math.nan
     plain_seconds_counterfactual: float = math.nan
     verified_share: float = math.nan
-    passes_plain: int = 0
-    passes_probed: int = 0
+    passes_plain: Count = 0
+    passes_probed: Count = 0
     prefetch_coverage: float = math.nan
     draft_seconds_share: float = math.nan
-    drafter_version: int | None = None
+    drafter_version: Count | None = None
     canary_acceptance: float = math.nan
     draft_trained: bool = False
     draft_reason: str = ""
@@ -338,7 +586,7 @@ class StepRecord(msgspec.Struct, kw_only=True):
     draft_refit_seconds: float = math.nan
     draft_stall_seconds: float = math.nan
     draft_gain_seconds: float = math.nan
-    ages: list[int] = []
+    ages: list[Count] = []
     importance_mean: float = math.nan
     importance_max: float = math.nan
     importance_beyond: float = math.nan
@@ -347,14 +595,14 @@ class StepRecord(msgspec.Struct, kw_only=True):
     exposed_training_seconds: float = math.nan
     overlap_share: float = math.nan
     idle_shares: dict[str, float] = {}
-    groups_waiting: int = 0
-    workers_up: int = 0
+    groups_waiting: Count = 0
+    workers_up: Count = 0
     identity: str = "not checked"
     lossy: list[str] = []
     eval_reward: float = math.nan
     task_rewards: dict[str, float] = {}
-    accept_lengths: list[int] = []
-    depths_tested: list[int] = []
+    accept_lengths: list[Count] = []
+    depths_tested: list[Count] = []
     depth_acceptance: list[float] = []
-    token_sources: dict[str, int] = {}
-    events: dict[str, int] = {}
+    token_sources: dict[str, Count] = {}
+    events: dict[str, Count] = {}

@@ -5,6 +5,7 @@ Scalars follow YAML 1.2: ``5e-4`` is a number, ``true`` and ``false`` alone are 
 
 import difflib
 import importlib
+import itertools
 import re
 import sys
 import types
@@ -16,8 +17,16 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import yaml
 
+from paceline.files import FileReadError, expanded, named, read_text
 from paceline.schema import PacelineError
+from paceline.terminal import printable
 
+#: Largest configuration that is read, in bytes.
+MAX_BYTES = 1 << 20
+# Most values in it, where each alias counts as what it stands for.
+_MAX_VALUES = 20_000
+# Longer than any integer of 64 bits in any notation that YAML has.
+_MAX_INTEGER_CHARS = 80
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
@@ -25,10 +34,33 @@ class ConfigError(PacelineError, ValueError):
     """A setting that cannot be honoured; the message is one line."""
 
 
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {"bool", "int", "float", "null", "str", "seq", "map", "merge"}
+#: What plain text a kind of scalar has, an explicit tag or not.
+_PATTERNS: dict[str, re.Pattern[str]] = {}
+
+
+def _at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
     """The safe loader with YAML 1.2's plain scalars."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  declared by the base class
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Make the value of ``node``; a tag that no setting has, or that its text does not fit, is an error of YAML."""
+        kind = node.tag.removeprefix(_TAG)
+        if kind == node.tag or kind not in _KINDS:
+            raise _at(node, f"the tag {printable(node.tag, 80)}, and settings are plain: remove it")
+        if isinstance(node, yaml.ScalarNode):
+            pattern = _PATTERNS.get(kind)
+            if pattern is not None and pattern.fullmatch(node.value) is None:
+                raise _at(node, f"{printable(repr(node.value), 80)} is no {kind}")
+            if not node.value.isascii() and any("\ud800" <= char <= "\udfff" for char in node.value):
+                raise _at(node, f"{printable(repr(node.value), 80)} holds half of a character")
+        return super().construct_object(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -43,8 +75,9 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", ["<"]),
 ):
+    _PATTERNS[_tag] = re.compile(_pattern)
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"(?:{_pattern})$"), _first)
 
 
 def load(kind: type[StructT], path: str | Path | None, overrides: Sequence[str]) -> StructT:
@@ -55,7 +88,7 @@ def load(kind: type[StructT], path: str | Path | None, overrides: Sequence[str])
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if path is not None:
-        tree = _read_file(Path(path), origin)
+        tree = _read_file(expanded(path), origin)
     for override in overrides:
         _apply_override(tree, override, origin)
     built = _Builder(kind, origin).build(kind, tree, "")
@@ -72,7 +105,12 @@ def convert(kind: type[StructT], tree: dict[str, Any], place: str) -> StructT:
 
 def dump(tree: dict[str, Any]) -> str:
     """``tree`` as YAML text that ``load`` reads back to the same values."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    options: Any = {"Dumper": _Dumper, "sort_keys": False, "default_flow_style": None, "width": 120}
+    text: str = yaml.dump(tree, allow_unicode=True, **options)
+    # What a terminal would act on is written as YAML's own escapes.
+    return (
+        text if text == printable(text, None, keep_lines=True) else str(yaml.dump(tree, allow_unicode=False, **options))
+    )
 
 
 def known_keys(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
@@ -118,16 +156,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _read_file(path: Path, origin: dict[str, str]) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file in UTF-8") from None
-    value = _parse(text, "", lambda line: f"{path}:{line}", origin)
+        text = read_text(path, MAX_BYTES)
+    except FileReadError as error:
+        raise ConfigError(str(error)) from None
+    value = _parse(text, "", lambda line: f"{named(path)}:{line}", origin)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}:1: the file must be a mapping of sections, such as 'policy:'")
+        raise ConfigError(f"{named(path)}:1: the file must be a mapping of sections, such as 'policy:'")
     return value
 
 
@@ -136,7 +172,7 @@ def _parse(text: str, key: str, place: Callable[[int], str], origin: dict[str, s
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        for dotted, line in _walk(node, f"{key}." if key else "", place, ()):
+        for dotted, line in _walk(node, f"{key}." if key else "", place, (), itertools.count(1)):
             origin[dotted] = place(line)
         return None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -153,10 +189,27 @@ def _parse(text: str, key: str, place: Callable[[int], str], origin: dict[str, s
 
 
 def _walk(
-    node: yaml.Node | None, prefix: str, place: Callable[[int], str], above: tuple[yaml.Node, ...]
+    node: yaml.Node | None,
+    prefix: str,
+    place: Callable[[int], str],
+    above: tuple[yaml.Node, ...],
+    values: Iterator[int],
 ) -> Iterator[tuple[str, int]]:
-    """Every key of nested mappings with its line; a key set twice or an alias to its own parent is refused."""
-    if node is None or isinstance(node, yaml.ScalarNode):
+    """Every key of nested mappings with its line; a key set twice or an alias to its own parent is refused.
+
+    So is a text that aliases make larger than any configuration: ``values`` counts what was walked.
+    """
+    if node is None:
+        return
+    if next(values) > _MAX_VALUES:
+        raise ConfigError(
+            f"{place(node.start_mark.line + 1)}: more than {_MAX_VALUES} values, aliases counted; shorten it"
+        )
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_INTEGER_CHARS:
+            raise ConfigError(
+                f"{place(node.start_mark.line + 1)}: an integer of {len(node.value)} characters; 64 bits is all"
+            )
         return
     if node in above:
         raise ConfigError(
@@ -166,7 +219,7 @@ def _walk(
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             # Keys inside a list have no dotted name of their own, yet one set twice is refused all the same.
-            list(_walk(item, prefix, place, above))
+            list(_walk(item, prefix, place, above, values))
         return
     seen: dict[str, int] = {}
     for key, value in node.value:
@@ -175,7 +228,7 @@ def _walk(
             raise ConfigError(f"{place(line)}: {dotted} was set already in line {seen[dotted]}; keep one of the two")
         seen[dotted] = line
         yield dotted, line
-        yield from _walk(value, f"{dotted}.", place, above)
+        yield from _walk(value, f"{dotted}.", place, above, values)
 
 
 def _apply_override(tree: dict[str, Any], override: str, origin: dict[str, str]) -> None:
@@ -217,6 +270,8 @@ class _Builder:
             entries = self._mapping(value, key).items()
             return {str(name): self.build(element, below, f"{key}.{name}") for name, below in entries}
         try:
+            if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+                raise ConfigError(f"{self._where(key)}: {key}: must fit into 64 bits, got {printable(value, 40)}")
             return msgspec.convert(value, inner)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{self._where(key)}: {key}: {_mismatch(inner, value, str(error))}") from None
@@ -235,7 +290,19 @@ class _Builder:
             dotted = f"{key}.{name}" if key else str(name)
             if name not in hints:
                 raise ConfigError(f"{self._where(dotted)}: unknown key {dotted}{self._nearest(str(name), key, hints)}")
-            built[name] = self.build(hints[name], below, dotted)
+            try:
+                built[name] = self.build(hints[name], below, dotted)
+            except ConfigError:
+                # A struct that says what it takes beside its own types takes the same from a file as from Python.
+                taken = getattr(kind, "taken", None)
+                if taken is None or _is_struct(_without_none(hints[name])):
+                    raise
+                try:
+                    built[name] = taken(name, below)
+                except ValueError:
+                    taken = None
+                if taken is None:
+                    raise
         for field in msgspec.structs.fields(kind):
             if field.required and field.name not in built:
                 raise ConfigError(f"{self._where(key)}: {key}.{field.name} is missing")

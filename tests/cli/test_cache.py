@@ -128,7 +128,7 @@ import os, pathlib, signal, sys
 kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "open":
     real = pathlib.Path.open
-    pathlib.Path.open = lambda self, mode="r", *rest: (real(self, mode, *rest), "w" in mode and kill())[0]
+    pathlib.Path.open = lambda self, mode="r", *rest: (real(self, mode, *rest), mode[0] in "wx" and kill())[0]
 else:
     setattr(os, sys.argv[1], kill)
 from paceline.cli import app

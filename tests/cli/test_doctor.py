@@ -15,11 +15,13 @@ import paceline.audit.subject
 import paceline.engines.vllm.versions as versions
 from broken.registry import BROKEN
 from paceline.audit.subject import Joined, ToySubject
-from paceline.cli import app, doctor_machine
+from paceline.cli import app, doctor_machine, doctor_run
 from paceline.cli.doctor_findings import guarded, ok
 from paceline.cli.doctor_machine import memory, quota, room, threads
 from paceline.cli.doctor_packages import PACKAGES, Package, canonical, found, numbers, oldest_versions, vllm
 from paceline.cli.doctor_run import configured
+from paceline.config import load_config
+from paceline.rl.sandbox import NOTHING, Isolation
 from tiny_run import make_policy
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +138,27 @@ def test_vllm_is_known_by_its_version_with_its_faults_and_is_not_imported(monkey
 
 
 # The machine
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome", "says"),
+    [
+        (Isolation(seccomp=True, landlock=7), "ok", "seccomp filter, Landlock 7, limits on memory, file size"),
+        (Isolation(seccomp=True, landlock=0), "warning", "rewards can read every file of this user"),
+        (Isolation(seccomp=False, landlock=7), "warning", "rewards can use the network and start processes"),
+        (NOTHING, "warning", "rewards can write files, use the network and signal other processes"),
+    ],
+)
+def test_the_isolation_of_the_machine_is_named_mechanism_by_mechanism(found, outcome, says):
+    (finding,) = doctor_machine.sandbox(found)
+    assert finding.outcome == outcome
+    assert says in finding.says
+
+
+def test_a_task_that_is_unsafe_is_a_warning():
+    config = load_config(None, ["tasks={function_call: {unsafe: true}}"])
+    found = {finding.name: finding.outcome for finding in doctor_run.tasks(config)}
+    assert found == {"task function_call": "ok", "task function_call: sandbox": "warning"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from paceline.engines.generate import GenerateEngine
 from paceline.engines.generate_checks import GenerateError
 from paceline.engines.guard import LossyError
 from paceline.engines.hf import HFEngine, RequestError, WeightsError
-from paceline.sampling.accept import LogitsError
 from paceline.sampling.processors import Spec, process
 from paceline.schema import Grammar, RolloutRequest, SamplingParams
 from tiny_models import VOCABULARY, tiny
@@ -290,15 +289,16 @@ def test_new_weights_are_used_and_their_version_travels():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_unsound_logits_are_one_line_and_the_request_is_not_lost(temperature):
+def test_unsound_logits_end_their_request_by_name_and_block_nothing(temperature):
     model = tiny(dtype=torch.float32)
     served = engine(model=model)
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     served.submit(requests(1, max_tokens=4, temperature=temperature))
-    with pytest.raises(LogitsError, match="request r0: the policy's logits are NaN"):
-        served.step()
-    assert served.busy
+    (failed,) = served.step()
+    assert failed.finish_reason == "error"
+    assert "request r0: the policy's logits are NaN" in failed.error
+    assert not served.busy
 
 
 def test_a_request_without_speculation_is_decoded_plainly():

@@ -34,6 +34,8 @@ def rows_of(steps: int = 3, samples: int = 2) -> list[TraceRow]:
 
 
 def changed(rows: list[TraceRow], index: int, **changes) -> list[TraceRow]:
+    if "tokens" in changes:
+        changes = {"logprobs": [-0.5] * len(changes["tokens"]), **changes}
     return [msgspec.structs.replace(row, **changes) if at == index else row for at, row in enumerate(rows)]
 
 

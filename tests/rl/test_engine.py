@@ -10,8 +10,8 @@ import pytest
 from paceline.engines.vllm import versions
 from paceline.rl.loop import train
 from paceline.rl.notices import weights_stale
-from paceline.rl.timing import deaf_to_ctrl_c
 from paceline.schema import PacelineError, SamplingParams
+from paceline.signals import deaf_to_stop_signals
 from tiny_run import make_policy, tiny_config
 
 
@@ -48,7 +48,7 @@ def test_rounding_is_no_staleness_and_a_shaped_law_is_not_judged():
 def test_a_process_that_was_started_deaf_outlives_a_ctrl_c():
     script = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('up', flush=True); print(input())"
     command = [sys.executable, "-c", script]
-    with deaf_to_ctrl_c():
+    with deaf_to_stop_signals():
         deaf = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     hearing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for process in (deaf, hearing):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from paceline.config import load_config
 from paceline.drafters import HistoryDrafter
 from paceline.engines.hf import HFEngine
+from paceline.folder_lock import FolderLockedError, folder_locked
 from paceline.forward.runner import Runner
 from paceline.history.snapshot import read_snapshot
 from paceline.report.diff import diff_runs
@@ -246,7 +247,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(policy, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(config, on_event=press)
     done = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert done == 3
+    assert done == 2
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:06d}" / "COMPLETE").is_file()
     assert (tmp_path / "run" / "report.html").is_file()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -389,3 +390,16 @@ def test_a_checkpoint_without_the_budgets_record_costs_time_only(policy, tmp_pat
     records = train(tiny_config(policy, tmp_path / "run", "rl.steps=4", *options), resume=True)
     assert records[2].events["budget_lost"] == 1
     assert tokens(tmp_path / "run") == tokens(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_folder_that_another_process_uses_is_refused_and_left_as_it_is(policy, tmp_path, how):
+    config = tiny_config(policy, tmp_path / "run", "rl.steps=1")
+    train(config)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with (
+        folder_locked(tmp_path / "run", "paceline train"),
+        pytest.raises(FolderLockedError, match=rf"run is in use by process {os.getpid()} on .* \(paceline train\)"),
+    ):
+        train(config, **how)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

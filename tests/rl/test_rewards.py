@@ -116,10 +116,11 @@ def test_data_that_does_not_compare_is_judged(judge):
     assert judge.score_all([(prompts[1], "right")]) == [Scored(0.5)]
 
 
-def test_what_a_hanging_reward_has_started_ends_with_it(judge, tmp_path):
+def test_what_a_hanging_unconfined_reward_has_started_ends_with_it(tmp_path):
     started = tmp_path / "pid"
     hang = f"__import__('os').system('sleep 60 & echo $! > {started}; wait')"
-    assert "TimeoutError" in scores(judge, hang)[0].error
+    with Judge(Toy(), name="toy", seconds=0.5, unsafe=True) as judge:
+        assert "TimeoutError" in scores(judge, hang)[0].error
     wait_until(lambda: not is_running(int(started.read_text())))
 
 

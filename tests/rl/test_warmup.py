@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from paceline.config import Config, ConfigError, LoraConfig, PolicyConfig, TaskConfig
+from paceline.rl.folder import RunExistsError
 from paceline.rl.policy import Policy
 from paceline.rl.warmup import warmup
 from paceline.schema import as_tokens
@@ -118,5 +119,5 @@ def test_a_task_without_reference_answers_is_one_clear_line(tiny, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_known_before_the_training(tiny, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"out=.*file/x: cannot be made"):
+    with pytest.raises(RunExistsError, match=r"out=.*file/x: cannot be written: Not a directory"):
         warmup(config_of(tiny, tmp_path / "file" / "x"))

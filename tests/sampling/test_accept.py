@@ -239,8 +239,11 @@ def test_unsound_logits_after_a_rejected_token_do_not_matter():
     logits[0, 1] = 90.0
     logits[1] = float("nan")
     assert verify_once(logits, [3]).tokens.tolist() == [1]
+    # Plain decoding would emit token 1, and fail in its next pass.
+    ended = verify_once(logits, [1, 2])
+    assert (ended.tokens.tolist(), ended.path.tolist()) == ([1], [])
     with pytest.raises(LogitsError, match="response position 1"):
-        verify_once(logits, [1])
+        verify_once(logits[1:], response=[1])
 
 
 def test_processors_that_leave_no_token_are_an_error():

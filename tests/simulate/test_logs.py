@@ -224,7 +224,7 @@ def test_a_real_tokenizer_folder_is_loaded(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path):
     (tmp_path / "tok").mkdir()
-    with pytest.raises(PacelineError, match=r"^--tokenizer .*tok: cannot be loaded: ") as raised:
+    with pytest.raises(PacelineError, match=r"^--tokenizer .*tok: cannot be loaded as a tokenizer: ") as raised:
         load_tokenizer(str(tmp_path / "tok"))
     assert "\n" not in str(raised.value)
 

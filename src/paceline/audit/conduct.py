@@ -37,19 +37,44 @@ def wrong_end(rollout: Rollout, params: SamplingParams, terms: Terms) -> str | N
         return f"{count - 1 - int(stops[0])} tokens follow the stop at position {int(stops[0])}"
     text, stopped = rollout.text, len(stops) > 0
     if terms.decode is not None and text is not None:
+        at = completed(tokens.tolist(), params, terms.decode)
+        if at is not None and at[0] < count:
+            return f"{count - at[0]} tokens follow the stop string at character {at[1]}"
         whole = terms.decode(tokens.tolist())
-        found = [whole.find(stop) for stop in params.stop if stop in whole] if count > params.min_tokens else []
-        if text != (whole[: min(found)] if found and not stopped else whole):
+        if text != (whole[: at[1]] if at is not None and not stopped else whole):
             return "text and tokens disagree"
-        if found and not params.min_tokens and any(stop in terms.decode(tokens[:-1].tolist()) for stop in params.stop):
-            return f"tokens follow the stop string at character {min(found)}"
-        stopped = stopped or bool(found)
+        stopped = stopped or at is not None
         if terms.pattern is not None and stopped and not re.fullmatch(terms.pattern, text):
             return f"the text {text!r} is none of the grammar"
     if rollout.finish_reason != ("stop" if stopped else "length"):
         return f"finish reason {rollout.finish_reason!r} after {count} of {limit} tokens"
     if not stopped and count < limit:
         return f"ended after {count} of {limit} tokens without a stop"
+    return None
+
+
+def completed(
+    tokens: Sequence[int], params: SamplingParams, decode: Callable[[Sequence[int]], str]
+) -> tuple[int, int] | None:
+    """How many tokens there are with the one that completes a stop string, and the character where that begins.
+
+    None where no token does so. A string that was complete before ``min_tokens`` is text like any other: a token
+    completes only what ends behind the text that stood before it, characters without all of their bytes aside. Shares
+    no code with ``sampling.stops``.
+    """
+    if not any(stop in decode(tokens) for stop in params.stop):
+        return None
+    stood = ""
+    for count in range(1, len(tokens) + 1):
+        text = decode(tokens[:count])
+        equal = [a == b for a, b in zip(stood, text, strict=False)]
+        known = equal.index(False) if False in equal else len(equal)
+        found = [text.find(stop, max(0, known - len(stop) + 1)) for stop in params.stop]
+        if count > params.min_tokens and any(at >= 0 for at in found):
+            return count, min(at for at in found if at >= 0)
+        whole = text.rstrip("\ufffd")
+        if whole == text or not stood.startswith(whole):
+            stood = whole
     return None
 
 

@@ -16,7 +16,15 @@ from paceline.audit.toys import ToyPolicy, response_law
 from paceline.audit.verdict import Sums, certify
 from paceline.engines.base import Engine
 from paceline.engines.intake import RequestError, expand
-from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest, SamplingParams, as_tokens
+from paceline.schema import (
+    EngineStats,
+    FailedRequestError,
+    PacelineError,
+    Rollout,
+    RolloutRequest,
+    SamplingParams,
+    as_tokens,
+)
 
 _REFUSALS = "refusals"
 _IDLE_STEPS = 10_000
@@ -235,6 +243,8 @@ def generate(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Rollout
         for rollout in done:
             if rollout.request_id not in order or rollout.request_id in found:
                 raise PacelineError(f"the engine returned {rollout.request_id!r}, which is not outstanding")
+            if rollout.finish_reason == "error":
+                raise FailedRequestError(rollout.error or rollout.request_id, [rollout])
             found[rollout.request_id] = rollout
         idle = 0 if done else idle + 1
         if idle > _IDLE_STEPS:

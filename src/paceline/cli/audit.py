@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
+from paceline.terminal import as_text, safe_console
 
 
 def audit(
@@ -15,7 +16,8 @@ def audit(
         str, typer.Option(metavar="toy|MODEL", help="toy: policies whose laws are known; or a model, as policy.path.")
     ] = "toy",
     config_path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings of a run to audit.", show_default=False)
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Settings of a run to audit.", show_default=False, parser=source),
     ] = None,
     engine: Annotated[
         str,
@@ -28,7 +30,10 @@ def audit(
         typer.Option(metavar="KEY=VALUE", help="A setting of speculation of another engine.", show_default=False),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts, one a line, in place of the own.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prompts, one a line, in place of the own.", show_default=False, parser=source
+        ),
     ] = None,
     case: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this case; may be repeated.", show_default=False)
@@ -47,13 +52,11 @@ def audit(
     says how far that is. 1: not lossless, or lossy by a setting.
     """
     with one_line_errors():
-        from rich.console import Console
-
         from paceline.audit.run import audit as run_audit
         from paceline.audit.tables import check_table, power_table, verdict_line
         from paceline.cli.audit_subjects import subject_of
 
-        console = Console()
+        console = safe_console()
         subject = subject_of(policy, config_path, overrides or [], engine, setting or [], prompts, witness)
         with closing(subject), console.status("auditing") as status:
             found = run_audit(
@@ -61,11 +64,11 @@ def audit(
                 seed=seed,
                 scale=scale,
                 only=case or (),
-                on_progress=lambda name: status.update(f"auditing: {name}"),
+                on_progress=lambda name: status.update(as_text(f"auditing: {name}")),
             )
         console.print(check_table(found))
         if found.power:
             console.print(power_table(found))
-        console.print(verdict_line(found), markup=False, highlight=False, soft_wrap=True)
+        console.print(verdict_line(found), soft_wrap=True)
         write_json(json_path, found)
         raise typer.Exit(found.exit_code)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
     from paceline.history.snapshot import Snapshot
@@ -18,9 +19,12 @@ Source = Annotated[
         metavar="SNAPSHOT",
         help="A snapshot, or the folder of a run or checkpoint that holds one.",
         show_default=False,
+        parser=source,
     ),
 ]
-Target = Annotated[Path, typer.Option("--out", "-o", metavar="PATH", help="The new snapshot.", show_default=False)]
+Target = Annotated[
+    Path, typer.Option("--out", "-o", metavar="PATH", help="The new snapshot.", show_default=False, parser=target)
+]
 
 
 @cache.callback()
@@ -39,18 +43,17 @@ def inspect(
 ) -> None:
     """Show what a snapshot holds, and the prompts with the most tokens."""
     with one_line_errors():
-        from rich.console import Console
         from rich.table import Table
 
         from paceline.history.cache import summarise
 
         path, held = _read(snapshot)
         found = summarise(held, path.stat().st_size, top)
-        print(f"{path}: {_counts(found)}, {found.bytes} bytes")
-        print(f"policy version {found.version}, salt {found.salt}, votes {'learned' if found.learned else 'none'}")
+        say(f"{path}: {_counts(found)}, {found.bytes} bytes")
+        say(f"policy version {found.version}, salt {found.salt}, votes {'learned' if found.learned else 'none'}")
         if found.ages is not None and found.versions is not None:
             newest, median, oldest = found.ages
-            print(
+            say(
                 f"responses of versions {found.versions[0]} to {found.versions[1]}, "
                 f"{newest} to {oldest} versions old (median {median:g})"
             )
@@ -61,7 +64,7 @@ def inspect(
             for one in found.top:
                 numbers = (one.prompt_tokens, one.responses, one.tokens, one.age)
                 table.add_row(one.prompt, *(str(number) for number in numbers))
-            Console().print(table)
+            safe_console().print(table)
         write_json(json_path, found)
 
 
@@ -72,17 +75,15 @@ def verify(snapshot: Source, json_path: JsonPath = None) -> None:
     Exit code 0: sound. 1: damaged, cut off, or not a snapshot.
     """
     with one_line_errors():
-        import sys
-
         from paceline.history.snapshot import SnapshotError
 
         try:
             path, held = _read(snapshot)
         except SnapshotError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", error=True)
             write_json(json_path, {"sound": False, "error": str(error)})
             raise typer.Exit(1) from None
-        print(f"{path}: sound, {len(held.shards)} sequences, {len(held.tokens)} tokens")
+        say(f"{path}: sound, {len(held.shards)} sequences, {len(held.tokens)} tokens")
         write_json(json_path, {"sound": True, "sequences": len(held.shards), "tokens": len(held.tokens)})
 
 
@@ -124,6 +125,7 @@ def export(
     with one_line_errors():
         import msgspec
 
+        from paceline.files import to_json
         from paceline.history.cache import rows
         from paceline.simulate.logs import pretrained_tokenizer
 
@@ -133,7 +135,8 @@ def export(
         for row in rows(held):
             if decode is not None:
                 row.text = decode(row.tokens)
-            print(msgspec.json.encode(row).decode())
+            # A line of JSON in ASCII: whatever is in the text, the line is data and acts on no terminal.
+            say(to_json(msgspec.to_builtins(row)).replace("\x7f", "\\u007f"))
             lines += 1
         write_json(json_path, {"prompts": held.prompts, "responses": lines - held.prompts})
 
@@ -141,7 +144,8 @@ def export(
 @cache.command()
 def merge(
     snapshots: Annotated[
-        list[Path], typer.Argument(metavar="SNAPSHOT...", help="Snapshots or folders.", show_default=False)
+        list[Path],
+        typer.Argument(metavar="SNAPSHOT...", help="Snapshots or folders.", show_default=False, parser=source),
     ],
     out: Target,
     json_path: JsonPath = None,
@@ -177,7 +181,7 @@ def _write(out: Path, snapshot: "Snapshot", json_path: Path | None) -> None:
     except OSError as error:
         raise PacelineError(f"--out {out}: cannot be written: {error.strerror or error}") from None
     found = summarise(snapshot, len(data), top=0)
-    print(f"{out}: {_counts(found)}, {found.bytes} bytes")
+    say(f"{out}: {_counts(found)}, {found.bytes} bytes")
     write_json(json_path, found)
 
 

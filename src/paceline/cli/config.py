@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.terminal import say
 
 
 def config(
@@ -26,5 +27,5 @@ def config(
             given = [config, *given]
             config = None
         effective = load_config(config, given)
-        print(dump_config(effective), end="")
+        say(dump_config(effective), end="")
         write_json(json_path, effective)

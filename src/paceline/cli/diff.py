@@ -5,14 +5,20 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, write_json
+from paceline.terminal import safe_console
 
 _MOST_MISSING = 10
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or its rollouts.jsonl.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The run to compare it with.", show_default=False)],
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="Folder of a run, or its rollouts.jsonl.", show_default=False, parser=source),
+    ],
+    b: Annotated[
+        Path, typer.Argument(metavar="B", help="The run to compare it with.", show_default=False, parser=source)
+    ],
     tolerance: Annotated[float, typer.Option(metavar="MARGIN", help="Widest margin that counts as a near tie.")] = 1e-4,
     json_path: JsonPath = None,
 ) -> None:
@@ -24,18 +30,16 @@ def diff(
     that; it is said.
     """
     with one_line_errors():
-        from rich.console import Console
-
         from paceline.report.diff import diff_runs, diff_table
 
         result = diff_runs(a, b, tolerance)
-        console = Console()
+        console = safe_console()
         if result.differences:
             console.print(diff_table(result))
         missing = result.missing[:_MOST_MISSING]
         if len(result.missing) > len(missing):
             missing.append(f"and {len(result.missing) - len(missing)} more")
         for line in (*missing, *result.notes, result.message):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
         write_json(json_path, result)
         raise typer.Exit(result.exit_code)

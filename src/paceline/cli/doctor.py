@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.terminal import safe_console
 
 if TYPE_CHECKING:
     from paceline.cli.doctor_findings import Finding
@@ -32,8 +33,6 @@ def doctor(
     the audit failed.
     """
     with one_line_errors():
-        from rich.console import Console
-
         from paceline.cli.doctor_findings import findings_table, guarded
         from paceline.cli.doctor_machine import machine
         from paceline.cli.doctor_packages import installed
@@ -42,7 +41,7 @@ def doctor(
         given, path = list(overrides or []), config
         if path is not None and "=" in path:  # no file, only overrides
             given, path = [path, *given], None
-        console = Console()
+        console = safe_console()
         with console.status("looking") as status:
             run, findings = configured(None if path is None else Path(path), given) if path or given else (None, [])
             needed = needs(run) if run is not None else ()
@@ -56,7 +55,7 @@ def doctor(
                 found += guarded("self-check", "audit", self_check)
         console.print(findings_table(found))
         verdict = said(found)
-        console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+        console.print(verdict, soft_wrap=True)
         write_json(json_path, {"verdict": verdict, "findings": found})
         raise typer.Exit(any(finding.outcome == "refused" for finding in found))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from paceline.cli.doctor_findings import Finding, ok, size, warning
+from paceline.rl.sandbox import Isolation, everywhere, isolation
 
 AREA = "machine"
 _GIB = 1 << 30
@@ -28,10 +29,23 @@ def machine(environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield room("shared memory", shared, _LEAST_SHARED, "give the container more (--shm-size); workers need it")
+    yield from sandbox(isolation())
     if "PACELINE_TOKEN" in environ:
         yield ok(AREA, "ports", "PACELINE_TOKEN is set: readers from elsewhere must send it")
     else:
         yield ok(AREA, "ports", "PACELINE_TOKEN is not set: what would listen on other than loopback is refused")
+
+
+def sandbox(found: Isolation) -> Iterator[Finding]:
+    """What confines the processes in which rewards judge what a policy wrote, each mechanism by itself."""
+    seccomp = "seccomp filter" if found.seccomp else "no seccomp filter"
+    landlock = f"Landlock {found.landlock}" if found.landlock else "no Landlock"
+    says = f"{seccomp}, {landlock}, {', '.join(everywhere())}"
+    for lacking in found.lacks():
+        do = "run on Linux 5.13 or newer, in a container that leaves seccomp and Landlock to its processes"
+        yield warning(AREA, "sandbox", f"{says}; {lacking}", do)
+        return
+    yield ok(AREA, "sandbox", says)
 
 
 def usable_cores() -> float:

@@ -6,9 +6,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 from msgspec.structs import replace
 
 from paceline.cli.doctor_findings import Finding, guarded, ok, reason, refused, size, warning
@@ -19,6 +18,7 @@ from paceline.schema import PacelineError
 AREA = "run"
 #: Bytes that training a weight of float32 takes: itself, its gradient and two moments.
 _TRAINED = 4
+_SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
 
 def configured(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
@@ -80,18 +80,14 @@ def policy(config: Config) -> Iterator[Finding]:
 
 def model(name: str, path: str, key: str, config: Config | None = None) -> Iterator[Finding]:
     """Whether the model at ``path`` can be loaded, as far as its files tell; with ``config`` it is the policy."""
-    from paceline.forward.pretrained import model_source
+    from paceline.forward.model_files import model_source, read_config, weight_files, weight_headers
 
     source = model_source(path, key)
     if isinstance(source, str):
         yield ok(AREA, name, f"{key}={path} is a hub id", "it is fetched at the start, and not looked at here")
         return
-    weights = [file for file in source.iterdir() if file.suffix == ".safetensors"]
-    if not weights:
-        pickles = [file.name for file in source.iterdir() if file.suffix in (".bin", ".pt", ".pth")]
-        has = f"; {pickles[0]} is a pickle, which is never loaded" if pickles else ""
-        yield refused(AREA, name, f"{key}={path}: no weights in safetensors{has}", "save the model as safetensors")
-        return
+    weights = weight_files(source)
+    read_config(source, len(weight_headers(weights)))
     held, free = sum(file.stat().st_size for file in weights), available_bytes()
     yield ok(AREA, name, f"{path}, {size(held)} of weights")
     if config is None:
@@ -184,7 +180,52 @@ def tasks(config: Config) -> Iterator[Finding]:
 
     for name, task in config.tasks.items():
         check_task(name, task)
+        if task.unsafe:
+            says = f"tasks.{name}.unsafe: its reward runs outside the sandbox, with your rights"
+            yield warning(AREA, f"task {name}: sandbox", says, "leave it out unless the reward needs it")
         yield ok(AREA, f"task {name}", f"{task.train_prompts} prompts to train on, {task.eval_prompts} held out")
+    if _tokenizer_folder(config) is not None:
+        yield from guarded(AREA, "prompts", lambda: list(prompts(config)))
+
+
+def prompts(config: Config) -> Iterator[Finding]:
+    """Whether every prompt can be used: its type, its text, its length. Tasks are built, nothing is fetched."""
+    from transformers import AutoTokenizer
+
+    from paceline.rl.policy import encode_prompt, fit_of
+    from paceline.rl.prompts import checked_prompts, shared_prompts
+    from paceline.rl.tasks.data import DataError, offline
+    from paceline.rl.tasks.registry import make_task
+
+    folder = _tokenizer_folder(config)
+    assert folder is not None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    fit = fit_of(config, _context(folder, config), 1 << 31)
+    for name, task in config.tasks.items():
+        try:
+            with offline():
+                made = make_task(name, task, config.seed)
+        except PacelineError as error:
+            if isinstance(error.__cause__, DataError):
+                yield ok(AREA, f"prompts of {name}", "not looked at: its data is not in the cache", reason(error))
+                continue
+            raise
+        splits = {split: checked_prompts(name, made, split) for split in _SPLITS}
+        for split, found in splits.items():
+            fit.encoded(name, split, found, lambda text: encode_prompt(tokenizer, config.policy, text))
+        shared = shared_prompts(name, splits["train"], splits["eval"])
+        if shared is not None:
+            yield warning(AREA, f"prompts of {name}", shared, "give the splits prompts of their own")
+    for event, line in fit.notices().items():
+        yield warning(AREA, event.replace("_", " "), line, "shorten them, or raise the context")
+    if not fit.notices():
+        yield ok(AREA, "prompts", "every one leaves room for sampling.max_tokens")
+
+
+def _tokenizer_folder(config: Config) -> Path | None:
+    """The policy's folder where it is on this machine and holds a tokenizer."""
+    folder = Path(config.policy.path).expanduser()
+    return folder if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file() else None
 
 
 def sampling(config: Config) -> Iterator[Finding]:
@@ -198,11 +239,10 @@ def sampling(config: Config) -> Iterator[Finding]:
     if grammar is not None and importlib.util.find_spec("llguidance") is not None:
         folder = Path(config.policy.path).expanduser()
         if (folder / "tokenizer.json").is_file():
-            from transformers import AutoTokenizer
-
+            from paceline.forward.model_files import load_tokenizer
             from paceline.sampling.grammar import Vocabulary
 
-            Vocabulary(AutoTokenizer.from_pretrained(folder)).matcher(grammar)
+            Vocabulary(load_tokenizer(folder, "policy.path")).matcher(grammar)
             yield ok(AREA, "grammar", f"the {grammar.kind} compiles")
 
 
@@ -274,11 +314,11 @@ def out(config: Config) -> Iterator[Finding]:
 
 def _context(source: Path, config: Config) -> int:
     """The longest sequence that the policy takes; 0 where its configuration does not say."""
-    try:
-        told = msgspec.json.decode((source / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise PacelineError(f"{source}/config.json: cannot be read: {reason(error)}") from None
-    limit = told.get("max_position_embeddings") or (told.get("text_config") or {}).get("max_position_embeddings") or 0
+    from paceline.forward.model_files import read_config
+
+    found = read_config(source)
+    within = found.get("text_config")
+    limit = found.get("max_position_embeddings") or (within or {}).get("max_position_embeddings") or 0
     return min(limit, config.engine.context) if config.engine.context and limit else limit
 
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
+from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,10 +23,15 @@ def root() -> None:
 
 @draft.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False, parser=source)
+    ],
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Folder of the training [default: OUT-drafter].")
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Folder of the training [default: OUT-drafter].", parser=source
+        ),
     ] = None,
     rollouts: Annotated[
         list[Path] | None,
@@ -34,6 +40,7 @@ def train(
             help="Learn from these: the folder of a run, or a rollouts.jsonl. May be given several times. "
             "Without it the policy answers prompts that the run does not use.",
             show_default=False,
+            parser=source,
         ),
     ] = None,
     prompts: Annotated[int, typer.Option(metavar="N", min=2, help="Prompts that the policy answers.")] = 128,
@@ -52,7 +59,6 @@ def train(
 
     The result is a drafter.head.path (or drafter.draft_model.path) to start from."""
     with one_line_errors():
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         from paceline.config import ConfigError, load_config
@@ -64,7 +70,7 @@ def train(
         folder = Path(f"{effective.out}-drafter" if out is None else out).expanduser()
         schooling = Schooling(tuple(rollouts or ()), prompts, samples, epochs, batch, held_out, schedule)
         columns = (TextColumn("loss {task.fields[loss]:.3f}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, console=safe_console(stderr=True), transient=True) as bar:
             task = bar.add_task("updates", total=None, loss=float("nan"))
             result = school(
                 effective,
@@ -73,10 +79,10 @@ def train(
                 resume=resume,
                 overwrite=overwrite,
                 progress=lambda done, total, loss: bar.update(task, completed=done, total=total, loss=loss),
-                tell=print,
+                tell=say,
             )
-        Console().print(_marks(result))
-        print(
+        safe_console().print(_marks(result))
+        say(
             f"{result.drafter}: {result.kind}, {result.updates} updates on {result.rollouts} rollouts "
             f"({result.tokens} tokens), {result.seconds:.0f} s"
         )
@@ -93,7 +99,9 @@ def export(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The new directory.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="The new directory.", show_default=False, parser=source)
+    ],
     format: Annotated[  # noqa: A002
         Literal["vllm", "sglang", "speculators"], typer.Option("--format", help="Who shall load it.")
     ] = "vllm",
@@ -130,8 +138,8 @@ def export(
         path = write_head(found, out, format, tokens)
         numbers = sum(tensor.numel() for tensor in found.tensors.values())
         layers = ", ".join(map(str, found.taps or ()))
-        print(f"{path}: {found.kind} head for {format}, {numbers} numbers, version {found.version} of {found.policy}")
-        print(f"reads the outputs of layers {layers}, counted from 0")
+        say(f"{path}: {found.kind} head for {format}, {numbers} numbers, version {found.version} of {found.policy}")
+        say(f"reads the outputs of layers {layers}, counted from 0")
         result = {
             "path": str(path),
             "format": format,

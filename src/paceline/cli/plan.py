@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, target, write_json
+from paceline.terminal import safe_console, say
 
 _Axis = Annotated[int | None, typer.Option(min=1, help="Ranks of this axis; as it is best.", show_default=False)]
 
@@ -46,7 +47,10 @@ def plan(
     node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     json_path: JsonPath = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Also draw the memory by kind (PNG, SVG).", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Also draw the memory by kind (PNG, SVG).", show_default=False, parser=target
+        ),
     ] = None,
 ) -> None:
     """Plan a drafter's co-training: memory by kind, bytes moved, and the layouts of GPUs that fit.
@@ -56,8 +60,6 @@ def plan(
     first layout that has a pipeline.
     """
     with one_line_errors():
-        from rich.console import Console
-
         from paceline.cotrain.parallel.plan.drafter import drafter_for
         from paceline.cotrain.parallel.plan.layouts import Job
         from paceline.cotrain.parallel.plan.plan import make_plan
@@ -86,9 +88,9 @@ def plan(
             schedule=schedule,
             stages_per_rank=stages_per_rank,
         )
-        console = Console()
-        console.print(heading(result), markup=False, highlight=False, soft_wrap=True)
-        console.print(verdict(result), markup=False, highlight=False, soft_wrap=True)
+        console = safe_console()
+        console.print(heading(result), soft_wrap=True)
+        console.print(verdict(result), soft_wrap=True)
         for table in tables(result):
             console.print()
             console.print(table)
@@ -96,4 +98,4 @@ def plan(
         if out is not None:
             rows, limit = bars(result)
             write_bars(rows, out, title=shape.name, unit="GiB of the fullest rank", limit=("limit", limit))
-            print(out)
+            say(out)

@@ -5,14 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, write_json
+from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
+from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
     from paceline.rl.profile import Profile
 
 
 def profile(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False, parser=source)
+    ],
     overrides: Overrides = None,
     rows: Annotated[str, typer.Option(metavar="N,N", help="Requests in a pass.")] = "1,8,32",
     drafted: Annotated[str, typer.Option(metavar="N,N", help="Drafted tokens of each.")] = "0,1,3,7,15",
@@ -40,7 +43,7 @@ def profile(
             _numbers("--drafted", drafted),
             passes=passes,
             prompts=_numbers("--prompt", prompt),
-            told=lambda point: print(summary(point), flush=True),
+            told=lambda point: say(summary(point), flush=True),
         )
         _show(result)
         write_json(json_path, result)
@@ -57,7 +60,6 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def _show(result: "Profile") -> None:
     """Milliseconds a pass, and what each drafted length costs in plain passes."""
-    from rich.console import Console
     from rich.table import Table
 
     drafted = sorted({point.drafted for point in result.points})
@@ -74,7 +76,7 @@ def _show(result: "Profile") -> None:
             for count in drafted
         ]
         table.add_row(str(prompt), str(rows), *cells)
-    Console().print(table)
+    safe_console().print(table)
     ran = result.engine
     graphs = f"{ran.graphs} graphs, {len(ran.captured)} sizes" if ran.captured else "no graphs"
-    print(f"{ran.kind} ({ran.version}), {result.dtype}, attention {ran.attention}, {graphs}, on {ran.device}")
+    say(f"{ran.kind} ({ran.version}), {result.dtype}, attention {ran.attention}, {graphs}, on {ran.device}")

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.terminal import safe_console, say
 
 _OFFER = 4
 
@@ -14,7 +15,10 @@ def replay(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TRACE...", help="Folders of runs, or rollout logs (JSONL, Parquet).", show_default=False
+            metavar="TRACE...",
+            help="Folders of runs, or rollout logs (JSONL, Parquet).",
+            show_default=False,
+            parser=source,
         ),
     ],
     drafters: Annotated[
@@ -56,13 +60,18 @@ def replay(
     warm: Annotated[
         Path | None,
         typer.Option(
-            metavar="SNAPSHOT", help="Start from this history (a snapshot, or a run's folder).", show_default=False
+            metavar="SNAPSHOT",
+            help="Start from this history (a snapshot, or a run's folder).",
+            show_default=False,
+            parser=source,
         ),
     ] = None,
     json_path: JsonPath = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Also draw tokens per forward by epoch (SVG, PNG).", show_default=False),
+        typer.Option(
+            metavar="PATH", help="Also draw tokens per forward by epoch (SVG, PNG).", show_default=False, parser=target
+        ),
     ] = None,
 ) -> None:
     """Replay recorded rollouts through drafters, without a model.
@@ -71,10 +80,6 @@ def replay(
     runs of paceline and the rollout logs of TRL, verl, SkyRL, slime, prime-rl, NeMo RL and NeMo Gym.
     """
     with one_line_errors():
-        import sys
-
-        from rich.console import Console
-
         from paceline.rl.layout import history_file
         from paceline.schema import PacelineError
         from paceline.simulate.drafters import split_names
@@ -87,12 +92,12 @@ def replay(
             raise PacelineError("--offer says what a request may offer to the pool; add --pool")
         if draft_seconds is not None and not adaptive:
             raise PacelineError("--draft-seconds says what drafting takes with --adaptive; add it")
-        console = Console()
+        console = safe_console()
 
         def show(name: str, trace: TraceResult) -> None:
-            console.print(trace_line(name, trace), markup=False, highlight=False, soft_wrap=True)
+            console.print(trace_line(name, trace), soft_wrap=True)
             for line in summary_lines(trace.left_out, trace.unclear):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(line, soft_wrap=True)
             for table in trace_tables(trace):
                 console.print(table)
 
@@ -106,10 +111,10 @@ def replay(
             adaptive=(draft_seconds or "measured") if adaptive else None,
             tokenizer=tokenizer,
             warm=None if warm is None else history_file(warm),
-            warn=lambda line: print(f"warning: {line}", file=sys.stderr),
+            warn=lambda line: say(f"warning: {line}", error=True),
             on_trace=show,
         )
-        console.print(settings_line(result), markup=False, highlight=False, soft_wrap=True)
+        console.print(settings_line(result), soft_wrap=True)
         write_json(json_path, result)
         if plot is not None:
             write_plot(result, plot)

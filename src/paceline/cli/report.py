@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, write_json
+from paceline.terminal import say
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False, parser=source)],
     json_path: JsonPath = None,
 ) -> None:
     """Render the report of a run.
@@ -22,7 +23,7 @@ def report(
         from paceline.report.trace import read_metrics
 
         path = write_report(run)
-        print(path)
+        say(path)
         records = read_metrics(run / "metrics.jsonl")
         first, later = first_and_later(records)
         verdict, checked = identity_verdict(records)

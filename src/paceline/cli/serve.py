@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, write_json
+from paceline.terminal import safe_console
 
 
 def serve(
@@ -19,7 +20,7 @@ def serve(
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535)] = 8000,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML file of the plug-in's settings.", show_default=False),
+        typer.Option(metavar="FILE", help="YAML file of the plug-in's settings.", show_default=False, parser=source),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -36,7 +37,6 @@ def serve(
     Metrics of vLLM and of the plug-in are under /metrics. Ctrl-C ends the server.
     """
     with one_line_errors():
-        from rich.console import Console
         from rich.table import Table
 
         from paceline.config import PluginConfig
@@ -47,7 +47,7 @@ def serve(
         plugin = load(PluginConfig, config, settings or [])
         token = os.environ.get("PACELINE_TOKEN") or None
         server = Server(model, plugin, host=host, port=port, token=token, arguments=arguments or ())
-        console = Console()
+        console = safe_console()
 
         def ready(served: Served) -> None:
             table = Table(show_header=False, title=f"{served.model}, ready")

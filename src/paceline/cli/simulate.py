@@ -1,7 +1,6 @@
 """``paceline simulate``: what drafting would bring, before anything runs."""
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,7 +60,12 @@ def simulate(
     drafted: Annotated[str, typer.Option(metavar="N,N", help="Draft lengths; adaptive chooses.")] = "1,3,5,7,adaptive",
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="TRACE", help="Recorded requests: a run's folder or a rollout log.", show_default=False),
+        typer.Option(
+            metavar="TRACE",
+            help="Recorded requests: a run's folder or a rollout log.",
+            show_default=False,
+            parser=source,
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -99,10 +104,12 @@ def simulate(
     validate: Annotated[bool, typer.Option("--validate", help="Predict published figures instead.")] = False,
     views: Annotated[bool, typer.Option("--views", help="Also simulate it from all sides, for --json.")] = False,
     png: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False)
+        Path | None,
+        typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False, parser=target),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write an interactive page of it.", show_default=False)
+        Path | None,
+        typer.Option(metavar="PATH", help="Write an interactive page of it.", show_default=False, parser=target),
     ] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -115,7 +122,6 @@ def simulate(
             _validate(json_path)
             return
         import msgspec
-        from rich.console import Console
 
         from paceline.schema import PacelineError
         from paceline.simulate import given, recorded
@@ -170,11 +176,11 @@ def simulate(
         )
         draft = Drafting(rates, given.draft_cost(step.mode, draft_ms, told), Spread(spread))
         # Figures that are cut say nothing; a terminal that is narrower wraps the lines.
-        console = Console(width=max(Console().width, _WIDEST))
+        console = safe_console(width=max(safe_console().width, _WIDEST))
 
         def show(*parts: "Table | str") -> None:
             for part in parts:
-                console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+                console.print(part, soft_wrap=isinstance(part, str))
 
         show(f"{step.mode} passes: {step.source}", f"drafting as given: {draft.source}")
         if not any(given.numbers("--draft-ms", draft_ms)):
@@ -236,7 +242,7 @@ def simulate(
 
 
 def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    say(f"warning: {line}", error=True)
 
 
 def _refuse_beside_trace(context: typer.Context) -> None:
@@ -257,18 +263,16 @@ def _is_given(context: typer.Context, name: str) -> bool:
 @contextmanager
 def _progress(what: str) -> "Iterator[Callable[[int, int], None]]":
     """A bar on the terminal, and how it hears that so many of so many are done."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
 
 
 def _validate(json_path: "Path | None") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from paceline.simulate.breakdown import Layout
@@ -284,9 +288,9 @@ def _validate(json_path: "Path | None") -> None:
         known = cell.predicted is not None and cell.relative_error is not None
         figures = (f"{cell.predicted:.2f}", f"{cell.relative_error:+.1%}") if known else ("-", "-")
         table.add_row(cell.name, cell.mode, f"{cell.published:.2f}", *figures)
-    Console().print(table)
+    safe_console().print(table)
     errors = sorted(abs(cell.relative_error) for cell in cells if cell.relative_error is not None)
     within = sum(error <= 0.10 for error in errors)
     middle = errors[len(errors) // 2] if errors else math.nan
-    print(f"{within} of {len(errors)} predicted cells within 10 %, median {middle:.1%}; {len(cells)} cells in all")
+    say(f"{within} of {len(errors)} predicted cells within 10 %, median {middle:.1%}; {len(cells)} cells in all")
     write_json(json_path, {"cells": cells})

@@ -5,13 +5,16 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.terminal import safe_console, say
 
 
 def timeline(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False, parser=source)],
     step: Annotated[int | None, typer.Option(metavar="N", help="Show one step, process by process.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw it, as PNG, SVG or PDF.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Draw it, as PNG, SVG or PDF.", parser=target)
+    ] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Show what overlapped in a run.
@@ -20,12 +23,10 @@ def timeline(
     both were busy. With --step one line a process: how long it did what. There is a timeline where cluster.kind is ray.
     """
     with one_line_errors():
-        from rich.console import Console
-
         from paceline.report.overlap import Timeline, step_table, steps_table, together
 
         found = Timeline(run)
-        console = Console()
+        console = safe_console()
         if step is None:
             steps = found.steps()
             console.print(steps_table(steps))
@@ -37,5 +38,5 @@ def timeline(
             result = {"step": one, "spans": spans}
         if out is not None:
             found.draw(out, step)
-            print(out)
+            say(out)
         write_json(json_path, result)

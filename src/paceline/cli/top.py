@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import BAD_INPUT, JsonPath, one_line_errors, write_json
+from paceline.cli.common import BAD_INPUT, JsonPath, one_line_errors, source, write_json
+from paceline.terminal import safe_console
 
 
 def top(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False, parser=source)],
     once: Annotated[bool, typer.Option("--once", help="Show it once, as plain text.")] = False,
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often the files are read.")] = 1.0,
     json_path: JsonPath = None,
@@ -27,13 +28,12 @@ def top(
     """
     with one_line_errors():
         import msgspec
-        from rich.console import Console
         from rich.live import Live
 
         from paceline.report.top import State, Watch
         from paceline.report.top_view import view
 
-        console, watch = Console(), Watch(run)
+        console, watch = safe_console(), Watch(run)
         written = b""
 
         def poll() -> State:

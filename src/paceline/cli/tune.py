@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, write_json
+from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.terminal import safe_console, say
 
 #: Columns that a table may take in any terminal.
 _WIDEST = 160
@@ -15,7 +16,10 @@ def tune(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TRACE...", help="Folders of runs, or rollout logs (JSONL, Parquet).", show_default=False
+            metavar="TRACE...",
+            help="Folders of runs, or rollout logs (JSONL, Parquet).",
+            show_default=False,
+            parser=source,
         ),
     ],
     cost: Annotated[
@@ -67,7 +71,9 @@ def tune(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write settings for paceline train (YAML).", show_default=False),
+        typer.Option(
+            "--out", metavar="FILE", help="Write settings for paceline train (YAML).", show_default=False, parser=target
+        ),
     ] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -77,10 +83,6 @@ def tune(
     what it took here, that of models what it took them. With --phases, or a run's own, the whole step is judged.
     """
     with one_line_errors():
-        import sys
-
-        from rich.console import Console
-
         from paceline.schema import PacelineError
         from paceline.simulate import given
         from paceline.simulate.chosen import drafter_section
@@ -102,19 +104,19 @@ def tune(
         if out is not None and strangers:
             raise PacelineError(f"--out: paceline train has no drafter {strangers[0]}; leave it out of --drafters")
         # Figures that are cut say nothing; a terminal that is narrower wraps the lines.
-        console = Console(width=max(Console().width, _WIDEST))
+        console = safe_console(width=max(safe_console().width, _WIDEST))
 
         def show(name: str, tuned: Tuned) -> None:
-            console.print(trace_line(name, tuned), markup=False, highlight=False, soft_wrap=True)
+            console.print(trace_line(name, tuned), soft_wrap=True)
             for line in summary_lines(tuned.left_out, tuned.unclear):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(line, soft_wrap=True)
             console.print(sweep_table(tuned))
             lines = [verdict(tuned)]
             if tuned.step is not None:
                 lines += step_lines(tuned.step, tuned.final)
                 console.print(step_table(tuned.step.best))
             for line in lines:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(line, soft_wrap=True)
 
         result = tune_traces(
             traces,
@@ -130,14 +132,14 @@ def tune(
             held_out=held_out,
             tokenizer=tokenizer,
             clock=clock,
-            warn=lambda line: print(f"warning: {line}", file=sys.stderr),
+            warn=lambda line: say(f"warning: {line}", error=True),
             on_trace=show,
         )
         if len(result.traces) > 1:
             show("together", result.together)
         source = f"{result.mode} passes: {result.cost}"
         told = "as it took here" + (", by the processor's clock" if clock == "processor" else "")
-        console.print(f"{source}; drafting {told}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{source}; drafting {told}", soft_wrap=True)
         if out is not None:
             step = result.together.step
             remarks = [] if step is None else step_lines(step, result.together.final)
@@ -154,7 +156,7 @@ def _write_settings(path: Path, settings: dict[str, Any], *remarks: str) -> None
         write_atomically(path, settings_yaml(settings, *remarks))
     except OSError as error:
         raise PacelineError(f"--out {path}: cannot be written: {error.strerror or error}") from None
-    print(path)
+    say(path)
 
 
 def _whole_numbers(text: str) -> list[int]:

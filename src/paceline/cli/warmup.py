@@ -5,11 +5,14 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, with_out, write_json
+from paceline.cli.common import JsonPath, Out, Overrides, one_line_errors, source, with_out, write_json
+from paceline.terminal import say
 
 
 def warmup(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False, parser=source)
+    ],
     overrides: Overrides = None,
     out: Out = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Updates.")] = 16,
@@ -29,7 +32,7 @@ def warmup(
         from paceline.rl.warmup import warmup as run
 
         result = run(effective, steps=steps, batch=batch, lr=lr, progress=_progress)
-        print(
+        say(
             f"{result.kind} in {result.out}: loss {result.loss_first:.3f} -> {result.loss_last:.3f} nats per token "
             f"over {result.examples} answers, {result.seconds:.0f} s"
         )
@@ -37,4 +40,4 @@ def warmup(
 
 
 def _progress(step: int, steps: int, loss: float) -> None:
-    print(f"[{step}/{steps}]  loss {loss:.4f}", flush=True)
+    say(f"[{step}/{steps}]  loss {loss:.4f}", flush=True)

@@ -83,11 +83,15 @@ class PolicyConfig(Section):
 
 
 class TaskConfig(Section):
-    """One entry of ``tasks``: ``kind`` is a built-in task or ``module:Class``; defaults to the entry's own name."""
+    """One entry of ``tasks``: ``kind`` is a built-in task or ``module:Class``; defaults to the entry's own name.
+
+    ``unsafe`` lets the task's reward run with the user's rights instead of in the sandbox.
+    """
 
     kind: str | None = None
     train_prompts: int = 16
     eval_prompts: int = 16
+    unsafe: bool = False
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,6 +99,7 @@ class TaskConfig(Section):
         require(bool(named), "kind", self.kind, "the name of a built-in task, or module:Class")
         require(self.train_prompts >= 1, "train_prompts", self.train_prompts, ">= 1")
         require(self.eval_prompts >= 0, "eval_prompts", self.eval_prompts, ">= 0")
+        require(type(self.unsafe) is bool, "unsafe", self.unsafe, "true or false, unquoted")
 
 
 class RLConfig(Section):
@@ -128,6 +133,7 @@ class RLConfig(Section):
     normalise: Literal["token", "sequence"] = "token"
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
+    overlong_prompts: Literal["refuse", "drop"] = "refuse"
     eval_every: int = 0
     reward_seconds: float = 10.0
     max_age_steps: int = 0

@@ -5,6 +5,8 @@ the head that was there.
 """
 
 import json
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -100,11 +102,10 @@ def _save(directory: Path, files: Mapping[str, bytes], metadata: Mapping[str, An
         raise ExportError(f"{directory}: this is a file; give a directory")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / METADATA).is_file():
         raise ExportError(f"{directory}: holds something else than a head of paceline's; give a new directory")
-    prefix = f".{directory.name}-writing-"
+    prefix = f".{directory.name}-writing-{os.getpid()}-"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        for left in directory.parent.glob(f"{prefix}*"):
-            shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+        _sweep(directory)
         with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
             fresh = Path(scratch) / "head"
             fresh.mkdir()
@@ -115,3 +116,17 @@ def _save(directory: Path, files: Mapping[str, bytes], metadata: Mapping[str, An
     except OSError as error:
         raise ExportError(f"{directory}: the head cannot be written there: {error.strerror or error}") from None
     return directory
+
+
+def _sweep(directory: Path) -> None:
+    """Delete what processes that were killed left while they wrote the head; those that still write keep theirs."""
+    for left in directory.parent.iterdir():
+        found = re.fullmatch(rf"\.{re.escape(directory.name)}-writing-(\d+)-.*", left.name)
+        if found is None:
+            continue
+        try:
+            os.kill(int(found[1]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (OSError, OverflowError):  # somebody else's process
+            continue

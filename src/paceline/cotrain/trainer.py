@@ -14,6 +14,7 @@ from paceline.config import CotrainConfig
 from paceline.cotrain.documents import Text
 from paceline.cotrain.objectives import Drawing, Objective, Teacher, make_objective
 from paceline.drafters.heads import Head
+from paceline.forward.modes import evaluating
 from paceline.forward.optimiser import Optimiser
 from paceline.forward.runner import copy_weights
 
@@ -42,6 +43,9 @@ class Trainer:
     The policy's law is that of its output matrix, the present one or that which ``teacher`` holds, over the documents'
     final states, at ``temperature``. An ``objective`` other than the model's own (``make_objective``) comes with the
     ``teacher`` whose law it learns.
+
+    The model learns, and is judged, in evaluation mode, in which it drafts and in which the policy learns: nothing is
+    dropped, whatever dropout its configuration or the policy's has. Afterwards each of its modules has its mode again.
 
     With ``peers`` every rank has a copy of the model and calls alike, with the same documents: what an objective makes
     of them is its rank's part, and gradients are summed before each step. So the ranks take equal steps and return
@@ -85,13 +89,14 @@ class Trainer:
         counts: ``tokens``, ``updates``, ``skipped_not_finite``.
         """
         sums: defaultdict[str, float] = defaultdict(float)
-        for first in range(self.config.updates):
-            part = documents[first :: self.config.updates]
-            if isinstance(self.objective, Drawing):
-                self.objective.update = self.updates
-            count = self.objective.count(part) if part else 0.0
-            if count:
-                self._step(part, count, sums)
+        with evaluating(self.model):
+            for first in range(self.config.updates):
+                part = documents[first :: self.config.updates]
+                if isinstance(self.objective, Drawing):
+                    self.objective.update = self.updates
+                count = self.objective.count(part) if part else 0.0
+                if count:
+                    self._step(part, count, sums)
         self._total(sums)
         return self._metrics(documents, sums)
 
@@ -100,10 +105,11 @@ class Trainer:
         """The loss, overlaps and ``expected`` of ``train`` over documents from which nothing is learned."""
         sums: defaultdict[str, float] = defaultdict(float)
         count = self.objective.count(documents) if documents else 0.0
-        for part in microbatches(documents, self.config.microbatch_tokens) if count else ():
-            loss, own = self.objective.loss(part, denominator=count)
-            _add(sums, loss, own)
-            sums["parts"] = 1.0
+        with evaluating(self.model):
+            for part in microbatches(documents, self.config.microbatch_tokens) if count else ():
+                loss, own = self.objective.loss(part, denominator=count)
+                _add(sums, loss, own)
+                sums["parts"] = 1.0
         self._total(sums)
         found = self._metrics(documents, sums)
         return {name: value for name, value in found.items() if _OF_PASS.fullmatch(name) or name in _JUDGED}

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from paceline.config import DraftModelConfig
 from paceline.drafters.base import Guide, PolicyTraits
@@ -16,8 +16,10 @@ from paceline.drafters.growth import Live
 from paceline.drafters.slots import Slots, portions
 from paceline.drafters.soft import SoftDrafter
 from paceline.drafters.vocabulary_map import VocabularyMap
+from paceline.files import named
 from paceline.forward.attention import PassRow
-from paceline.forward.pretrained import ModelError, load_pretrained, model_source
+from paceline.forward.model_files import ModelError, has_tokenizer, load_tokenizer, model_source
+from paceline.forward.pretrained import load_pretrained
 from paceline.forward.runner import Runner, copy_tensors
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
@@ -192,11 +194,9 @@ def _indices(vocabulary: VocabularyMap, device: torch.device) -> tuple[torch.Ten
 
 
 def tokenizer_of(config: DraftModelConfig) -> Any:
-    """The draft model's tokenizer; None where it came without one."""
-    try:
-        return AutoTokenizer.from_pretrained(model_source(config.path, _KEY))
-    except (OSError, ValueError, KeyError, ImportError):
-        return None
+    """The draft model's tokenizer; None where it came without one. ModelError for one that cannot be used."""
+    source = model_source(config.path, _KEY)
+    return load_tokenizer(source, f"{_KEY}={named(config.path)}") if has_tokenizer(source) else None
 
 
 def _load(config: DraftModelConfig) -> Any:

@@ -127,7 +127,7 @@ class GuardedDrafter:
         except (DraftLawError, SnapshotError):
             raise
         except Exception as error:  # noqa: BLE001  whatever a drafter raises costs its drafts and is named
-            self._lose(error)
+            self.lose(error)
             return None
 
     def revive(self) -> bool:
@@ -138,7 +138,7 @@ class GuardedDrafter:
         try:
             drafter = self.inner.fresh()
         except Exception as error:  # noqa: BLE001
-            self._lose(error)
+            self.lose(error)
             return False
         return self.reload(drafter)
 
@@ -173,7 +173,8 @@ class GuardedDrafter:
         if (layers := drafter.attach(self._policy)) != self._layers:
             raise PacelineError(f"it observes the layers {layers}; the engine taps {self._layers}")
 
-    def _lose(self, error: Exception) -> None:
+    def lose(self, error: Exception) -> None:
+        """``inner`` is of no use any more, for ``error``; nothing is drafted until another takes over."""
         self.lost = True
         line = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
         self._tell("drafter_lost", f"{_name(self.inner)}: {' '.join(line.split())}; {self._goes_on}")

@@ -11,7 +11,7 @@ from paceline.config import HistoryConfig
 from paceline.history import Settings, make_history
 from paceline.history.base import Bytes, Int32s, Int64s, Proposals
 from paceline.history.snapshot import Snapshot, SnapshotError, shard_of
-from paceline.schema import Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
+from paceline.schema import CUT_SHORT, Draft, Outcome, Rollout, RolloutRequest, Tokens, as_tokens
 
 #: A response begins with so many tokens of its prompt, as those do that end here.
 _ANCHOR = 8
@@ -117,7 +117,7 @@ class HistoryDrafter:
     def finish(self, rollouts: Sequence[Rollout]) -> None:
         """Complete responses become history; aborted ones are forgotten."""
         live = [self._live.pop(rollout.request_id) for rollout in rollouts]
-        keep: Bytes = np.array([rollout.finish_reason != "abort" for rollout in rollouts], dtype=np.uint8)
+        keep: Bytes = np.array([rollout.finish_reason not in CUT_SHORT for rollout in rollouts], dtype=np.uint8)
         self.history.finish_batch(_numbers(live), keep)
 
     def absorb(self, rollouts: Sequence[Rollout]) -> None:

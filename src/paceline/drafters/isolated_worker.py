@@ -12,6 +12,7 @@ from paceline.drafters import isolated_wire as wire
 from paceline.drafters.base import Absorbs, Drafter, Prefetcher
 from paceline.history.snapshot import SnapshotError, decode_snapshot, encode_snapshot
 from paceline.schema import Outcome, PacelineError, RolloutRequest
+from paceline.signals import ignore_stop_signals
 
 #: How often an idle process looks whether the one that started it is still there.
 _LOOK_SECONDS = 2.0
@@ -19,6 +20,8 @@ _LOOK_SECONDS = 2.0
 
 def main() -> None:
     """Serve the socket that the command line names, until its other end or the process behind it is gone."""
+    # Slurm and containers signal every process of a job; the run finishes its step with this one's help.
+    ignore_stop_signals()
     end, parent = socket.socket(fileno=int(sys.argv[-2])), int(sys.argv[-1])
     channel = wire.Channel(end)
     questions: msgspec.msgpack.Decoder[wire.Question] = msgspec.msgpack.Decoder(wire.Question)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import SentinelConfig
-from paceline.schema import CANARY, Rollout, RolloutRequest, SamplingParams, Tokens, as_tokens
+from paceline.schema import CANARY, CUT_SHORT, Rollout, RolloutRequest, SamplingParams, Tokens, as_tokens
 
 #: Tokens are accepted in runs, so their number varies as if so many of them were one.
 _RUN = 4.0
@@ -68,7 +68,7 @@ class Canaries:
     def remember(self, rollouts: Iterable[Rollout]) -> None:
         """Responses are complete; their prompts may be chosen."""
         for rollout in rollouts:
-            if rollout.finish_reason != "abort" and not rollout.request_id.startswith(CANARY):
+            if rollout.finish_reason not in CUT_SHORT and not rollout.request_id.startswith(CANARY):
                 self._recent.pop(rollout.prompt_key, None)
                 self._recent[rollout.prompt_key] = rollout.prompt
         for key in list(self._recent)[: max(len(self._recent) - self.config.canaries, 0)]:

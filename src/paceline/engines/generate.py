@@ -3,6 +3,7 @@
 It shares no sampling code with the reference engine, so each can be audited against the other.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from paceline.sampling.accept import LogitsError
 from paceline.sampling.stops import Decode, cut
 from paceline.schema import SOURCES, EngineStats, Rollout, RolloutRequest, as_tokens, derive_seed
 
+_LOG = logging.getLogger(__name__)
 _OTHER = SOURCES.index("other")
 
 
@@ -121,7 +123,7 @@ class GenerateEngine:
     def step(self) -> list[Rollout]:
         """One call of ``generate``, for the oldest request and those that can share its call; returns them finished.
 
-        Raises ``sampling.accept.LogitsError`` where the policy's logits are NaN or infinite.
+        Where a call fails, each of its requests gets one of its own; what fails alone ends as ``error``.
         """
         self._check_open()
         if not self._waiting:
@@ -129,7 +131,7 @@ class GenerateEngine:
         batch = [row for row in self._waiting if row is self._waiting[0] or row.runs_with(self._waiting[0])]
         batch = batch[: self.slots]
         started = time.perf_counter()
-        rollouts = self._run(batch)
+        rollouts = self._attempt(batch)
         taken = {row.request.request_id for row in batch}
         self._waiting = [row for row in self._waiting if row.request.request_id not in taken]
         seconds = time.perf_counter() - started
@@ -155,6 +157,41 @@ class GenerateEngine:
         self._closed = True
 
     # One call
+
+    def _attempt(self, batch: Sequence[_Waiting]) -> list[Rollout]:
+        try:
+            return self._run(batch)
+        except Exception as error:  # noqa: BLE001  what fails is a model's, a decoder's or transformers'
+            if len(batch) > 1:
+                return [rollout for row in batch for rollout in self._attempt([row])]
+            return [self._failed(batch[0], error)]
+
+    def _failed(self, row: _Waiting, error: Exception) -> Rollout:
+        request, none, no_tokens = row.request, np.empty(0), as_tokens([])
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        why = str(error) if isinstance(error, LogitsError) else f"request {request.request_id}: {why}"
+        self._stats.count("request_failed")
+        _LOG.warning("request_failed: %s", why)
+        return Rollout(
+            request_id=request.request_id,
+            group=request.group,
+            prompt_key=request.prompt_key,
+            prompt=request.prompt,
+            tokens=no_tokens,
+            logprobs=none,
+            raw_logprobs=none,
+            logprob_mode=request.params.logprobs,
+            margins=none,
+            versions=no_tokens,
+            sources=np.empty(0, dtype=np.uint8),
+            finish_reason="error",
+            forwards=0,
+            drafted=0,
+            accepted=0,
+            accept_lengths=no_tokens,
+            sample_index=row.index,
+            error=why,
+        )
 
     def _run(self, batch: Sequence[_Waiting]) -> list[Rollout]:
         row, device = batch[0], self.model.device
@@ -325,7 +362,6 @@ def _chosen(logits: Sequence[torch.Tensor], tokens_BT: torch.Tensor) -> npt.NDAr
 
 
 def _unsound(batch: Sequence[_Waiting]) -> LogitsError:
-    names = ", ".join(row.request.request_id for row in batch)
-    return LogitsError(
-        f"request {names}: the policy's logits are NaN or infinite; check the weights and the parameters"
-    )
+    names = [row.request.request_id for row in batch]
+    line = f"request {', '.join(names)}: the policy's logits are NaN or infinite; check the weights and the parameters"
+    return LogitsError(dict.fromkeys(names, line))

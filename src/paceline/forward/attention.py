@@ -5,6 +5,7 @@ queries laid out by row, (rows, T), padded to the longest of the pass; long pref
 Registered with transformers' public attention interface under ``NAME``; no model code is touched.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,12 +65,18 @@ class PassRow:
 
 
 class PassPlan:
-    """Where the N packed tokens of a pass go: cache positions, sequence positions, attention calls and their masks."""
+    """Where the N packed tokens of a pass go: cache positions, sequence positions, attention calls and their masks.
+
+    ``unsound_N`` marks the tokens of which some layer's key or value was not finite; None where nothing is known of
+    any. Zeros are stored for those: a mask hides a key by adding to its score and multiplying its value by 0, and
+    neither silences NaN, so they would reach queries that do not see them, in this pass and in later ones.
+    """
 
     def __init__(self, rows: Sequence[PassRow], kv: KVSlots, heads_per_kv: int, device: torch.device) -> None:
         self.kv = kv
         self.heads_per_kv = heads_per_kv
         self.device = device
+        self.unsound_N: torch.Tensor | None = None
         self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         flat = [row.slot * kv.capacity + np.arange(row.start, row.start + row.total) for row in rows]
         self.flat_N = torch.from_numpy(np.concatenate(flat)).to(device)
@@ -80,8 +87,21 @@ class PassPlan:
         self.calls = [Call([rows[i] for i in group], [int(first[i]) for i in group], device) for group in groups]
 
     def write(self, layer: int, key_NHD: torch.Tensor, value_NHD: torch.Tensor) -> None:
-        """Store the pass's keys and values of a layer."""
-        self.kv.write(layer, self.flat_N, key_NHD, value_NHD)
+        """Store the pass's keys and values of a layer, with zeros for a token of which they are not all finite."""
+        self.kv.write(layer, self.flat_N, *self._sound(key_NHD, value_NHD))
+
+    def _sound(self, key_NHD: torch.Tensor, value_NHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if key_NHD.device.type == "cpu" and math.isfinite(float(key_NHD.sum() + value_NHD.sum())):
+            return key_NHD, value_NHD  # a sum of numbers one of which is not finite is not finite
+        wide = torch.promote_types(key_NHD.dtype, torch.float32)
+        sums_N = key_NHD.sum((1, 2), dtype=wide) + value_NHD.sum((1, 2), dtype=wide)
+        # Finite numbers may add up to more than the type holds; on a GPU that is not worth another look.
+        unsound_N = ~sums_N.isfinite()
+        if key_NHD.device.type == "cpu":
+            unsound_N = ~(key_NHD.isfinite().flatten(1).all(1) & value_NHD.isfinite().flatten(1).all(1))
+        self.unsound_N = unsound_N if self.unsound_N is None else self.unsound_N | unsound_N
+        hidden_N11 = unsound_N[:, None, None]
+        return key_NHD.masked_fill(hidden_N11, 0), value_NHD.masked_fill(hidden_N11, 0)
 
     def attend(
         self, index: int, layer: int, query_MHD: torch.Tensor, scaling: float | None, window: int | None

@@ -92,7 +92,7 @@ class InvariantPlan(PassPlan):
         key = key.masked_fill_(unsound_NH1, torch.nan)
         value = value.masked_fill_(unsound_NH1, 0.0)
         unit_NH1 = unit_NH1.masked_fill_(unsound_NH1, 1.0)
-        super().write(layer, key, torch.cat([value, unit_NH1], dim=-1))
+        self.kv.write(layer, self.flat_N, key, torch.cat([value, unit_NH1], dim=-1))
 
     def attend(
         self, index: int, layer: int, query_MHD: torch.Tensor, scaling: float | None, window: int | None

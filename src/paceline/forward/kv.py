@@ -34,17 +34,31 @@ class KVSlots:
 
     @torch.inference_mode()
     def resize(self, slots: int, capacity: int) -> None:
-        """Hold ``slots`` rows of ``capacity`` positions; what fits of the stored rows stays."""
+        """Hold ``slots`` rows of ``capacity`` positions; what fits of the stored rows stays.
+
+        Where the memory does not suffice for all layers nothing is held any more, and what the allocation raised is
+        raised: layers of different sizes would be of no use.
+        """
         if (slots, capacity) == (self.slots, self.capacity):
             return
-        for side in (self._keys, self._values, self._states):
-            for layer, old in enumerate(side):
-                if old is not None:
-                    rows, length = min(slots, self.slots), min(capacity, self.capacity)
-                    new = old.new_zeros((slots, capacity, *old.shape[2:]))
-                    new[:rows, :length] = old[:rows, :length]
-                    side[layer] = new
+        rows, length = min(slots, self.slots), min(capacity, self.capacity)
         self.slots, self.capacity = slots, capacity
+        try:
+            for side in (self._keys, self._values, self._states):
+                for layer, old in enumerate(side):
+                    if old is not None:
+                        new = old.new_zeros((slots, capacity, *old.shape[2:]))
+                        new[:rows, :length] = old[:rows, :length]
+                        side[layer] = new
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Hold nothing."""
+        self.slots = self.capacity = 0
+        for side in (self._keys, self._values, self._states):
+            side[:] = [None] * len(side)
 
     def write(self, layer: int, flat_N: torch.Tensor, keys_NHD: torch.Tensor, values_NHD: torch.Tensor) -> None:
         """Store N new positions of a layer at ``flat_N`` = slot * capacity + position."""

@@ -1,5 +1,6 @@
 """Where the decoder layers of a model are, and what is kept of them for a backward pass."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ def checkpoint_layers(model: PreTrainedModel, where: str) -> None:
     """Have the decoder layers keep their inputs alone, and compute the rest again in the backward pass.
 
     The method is that of Chen et al. 2016 (arXiv 1604.06174). The layers themselves are marked as training, as
-    transformers wants it, and nothing in them: no dropout wakes up.
+    transformers wants it, but not while they run, and nothing in them: no dropout wakes up.
     ModelError, beginning with ``where``, for layers that cannot do so.
     """
     for layer in decoder_layers(model)[1]:
@@ -37,5 +38,18 @@ def checkpoint_layers(model: PreTrainedModel, where: str) -> None:
             )
         layer.gradient_checkpointing = True
         own: Any = layer
-        own._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        own._gradient_checkpointing_func = partial(_checkpointed, layer)
         layer.training = True
+
+
+def _checkpointed(layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    """``run``, which is the layer's forward, checkpointed, with the layer in evaluation mode whenever it runs."""
+
+    def quiet(*given: Any) -> Any:
+        layer.training = False
+        try:
+            return run(*given)
+        finally:
+            layer.training = True
+
+    return checkpoint(quiet, *args, use_reentrant=False)

@@ -1,39 +1,37 @@
 """Loads a causal language model of transformers whole, or says in one line why not."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from paceline.schema import PacelineError
+from paceline.files import named
+from paceline.forward.model_files import (
+    CONFIG,
+    Stored,
+    about,
+    fetched,
+    foreign,
+    load_config,
+    load_generation_config,
+    weight_files,
+    weight_headers,
+)
+from paceline.forward.model_files import ModelError as ModelError
+from paceline.forward.model_files import model_source as model_source
+from paceline.forward.model_files import no_progress_bars as no_progress_bars
+from paceline.forward.model_files import one_line as one_line
+from paceline.terminal import printable
 
-
-class ModelError(PacelineError):
-    """A model that cannot be had or used as asked; the message is one line."""
-
-
-def model_source(path: str, key: str, also: str = "") -> Path | str:
-    """Where transformers finds the model ``path``: a directory, or a hub id handed through.
-
-    ``key`` is the configuration's name of the path and ``also`` what else it may be, for the message of ModelError: for
-    a directory that is missing or holds no ``config.json``.
-    """
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ModelError(f"{key}={path}: no config.json in this directory; give a transformers model directory")
-        return directory
-    if directory.exists():
-        raise ModelError(f"{key}={path}: this is a file; give the directory that holds config.json")
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) and not _parent_is_local(directory):
-        return path
-    raise ModelError(f"{key}={path}: no such directory; give a model directory{',' if also else ' or'} a hub id{also}")
+_ADAPTER_CONFIG = "adapter_config.json"
+#: Most memory that a model's buffers (masks, rotary tables) may take beside its weights, in bytes.
+_MAX_BUFFER_BYTES = 1 << 30
+#: How many parameters a model may have for each number in its files: one output matrix may be the embeddings'.
+_MOST_UNSHARED = 2
 
 
 def load_pretrained(
@@ -41,47 +39,88 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """The model at ``source`` with every weight from its files, on the CPU; ``key`` and ``path`` are for the message.
 
-    Raises ModelError where it cannot be loaded, and with the name of the first tensor that the files lack, or hold in
-    another shape.
+    Only safetensors are read, and the attention is torch's own or plain, whatever ``config.json`` says. Its shapes are
+    compared with the headers of the weights before memory is taken. Raises ModelError or FileReadError where it cannot
+    be loaded, and with the name of the first tensor that the files lack, or hold in another shape.
     """
-    try:
-        with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=getattr(torch, dtype),
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelError(f"{key}={path}: cannot be loaded as a causal language model: {one_line(error)}") from None
+    where = f"{key}={named(path)}"
+    with about(where):
+        return _load(source, where, dtype, trust_remote_code)
+
+
+def _load(source: Path | str, where: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    folder = fetched(source, where)
+    if (folder / _ADAPTER_CONFIG).exists():
+        raise ModelError(f"{where}: holds {_ADAPTER_CONFIG} beside a model; give the model, and the adapter by itself")
+    stored = weight_headers(weight_files(folder))
+    config = load_config(source, where, trust_remote_code, len(stored))
+    load_generation_config(folder)
+    with foreign(f"{where}: {named(folder / CONFIG)}: makes no causal language model"):
+        skeleton = _skeleton(config, trust_remote_code)
+        _check_shapes(skeleton, stored, where)
+        attention = str(skeleton.config._attn_implementation)
+        del skeleton
+    with foreign(f"{where}: cannot be loaded as a causal language model"), no_progress_bars():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+            use_safetensors=True,
+            use_kernels=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     model, report = loaded
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
             first = sorted(map(str, report[problem]))[0]
-            raise ModelError(f"{key}={path}: {problem.replace('_keys', '')} tensor {first} in its weights")
+            raise ModelError(f"{where}: {problem.replace('_keys', '')} tensor {printable(first)} in its weights")
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def one_line(error: Exception) -> str:
-    """The message of ``error`` without its line breaks."""
-    return " ".join(str(error).split())
+def meta_model(config: Any, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of ``config`` without memory for its weights, whose attention is ``attention``.
+
+    Raises whatever transformers makes of the configuration.
+    """
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    return model
 
 
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Within it transformers draws no bars of its own over those of the run."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+def _skeleton(config: Any, trust_remote_code: bool) -> PreTrainedModel:
+    """The model without memory, with torch's attention, or the plain one where the class has no other."""
     try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+        return meta_model(config, "sdpa", trust_remote_code)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return meta_model(config, "eager", trust_remote_code)
 
 
-def _parent_is_local(directory: Path) -> bool:
-    """Whether ``runs/x`` was meant as a path: its first part is a directory here."""
-    return len(directory.parts) > 1 and Path(directory.parts[0]).is_dir()
+def _check_shapes(skeleton: nn.Module, stored: dict[str, Stored], where: str) -> None:
+    """ModelError where the model would take more memory than its files can fill, or a tensor has another shape.
+
+    Names that transformers rewrites while it loads, such as those of experts, are compared by their sizes together.
+    """
+    for name, tensor in skeleton.state_dict().items():
+        there = stored.get(name)
+        if there is None:
+            continue
+        if there.shape != tuple(tensor.shape):
+            shapes = f"{there.shape} in {named(there.file)}, {tuple(tensor.shape)} by {CONFIG}"
+            raise ModelError(f"{where}: mismatched tensor {printable(name)} in its weights: {shapes}")
+        if tensor.is_floating_point() and not there.is_floating:
+            raise ModelError(f"{where}: tensor {printable(name)} in {named(there.file)} holds {there.dtype}")
+    wanted = sum(parameter.numel() for parameter in skeleton.parameters())
+    held = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if wanted > _MOST_UNSHARED * held:
+        raise ModelError(f"{where}: {wanted} parameters by {CONFIG}, and its weights hold {held} numbers")
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in skeleton.buffers())
+    if buffers > _MAX_BUFFER_BYTES:
+        raise ModelError(f"{where}: {CONFIG} asks for {buffers} bytes beside the weights")

@@ -52,6 +52,7 @@ class Runner:
         heads = config.num_attention_heads
         self._heads_per_kv = heads // (getattr(config, "num_key_value_heads", None) or heads)
         self._keep_N: torch.Tensor | None = None
+        self._unsound_N: torch.Tensor | None = None
         self._taps: Taps | None = None
         self._invariance = Invariance(model) if invariant else None
         model.set_attn_implementation(NAME)
@@ -88,7 +89,9 @@ class Runner:
     def forward(self, tokens: Sequence[np.ndarray], rows: Sequence[PassRow], keep: np.ndarray) -> torch.Tensor:
         """One pass. ``tokens[i]`` are the token ids that row i brings; returns raw logits (len(keep), V).
 
-        ``keep`` indexes the packed tokens whose logits are wanted; it may be empty (a pure prefill chunk).
+        ``keep`` indexes the packed tokens whose logits are wanted; it may be empty (a pure prefill chunk). Logits are
+        not finite where a key or value of the token, or of one before it in the pass that it sees, was not; only those
+        of a tree's other nodes are left to whoever walks down to it. ``unsound`` tells of all tokens.
         """
         plan = self._plan(rows)
         input_1N = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)[None]
@@ -105,7 +108,20 @@ class Runner:
         if self._taps is not None:
             self.kv.write_states(plan.flat_N, self._taps.take()[0])
         logits: torch.Tensor = output.logits[0]
+        self._unsound_N = plan.unsound_N
+        if plan.unsound_N is not None and len(keep):
+            logits = _tainted(logits, plan.unsound_N, rows, keep)
         return logits
+
+    def unsound(self) -> np.ndarray | None:
+        """Which packed tokens of the last pass had keys or values that were not finite, (N,) bool; None for none.
+
+        Zeros lie in the slots in their place, so nothing that sees them means anything.
+        """
+        if self._unsound_N is None or not bool(self._unsound_N.any()):
+            return None
+        found: np.ndarray = self._unsound_N.cpu().numpy()
+        return found
 
     def _plan(self, rows: Sequence[PassRow]) -> PassPlan:
         if self._invariance is None:
@@ -139,6 +155,24 @@ class Runner:
         copy_weights(self.model, tensors, expected)
         if self._invariance is not None:
             self._invariance.refresh()
+
+
+def _tainted(
+    logits_KV: torch.Tensor, unsound_N: torch.Tensor, rows: Sequence[PassRow], keep: np.ndarray
+) -> torch.Tensor:
+    """Logits of the kept tokens, not a number where one that they see was unsound: a committed one, or themselves."""
+    ends = np.cumsum([row.total for row in rows])
+    of_K = np.searchsorted(ends, keep, side="right")
+    first_K = (ends - [row.total for row in rows])[of_K]
+    # In a chain all that comes before is seen; of a tree only what is committed is, for sure.
+    seen = np.array([row.total if row.is_chain else row.count for row in rows])
+    last_K = np.minimum(keep, first_K + seen[of_K] - 1)
+    before = torch.nn.functional.pad(unsound_N.cumsum(0), (1, 0))
+    first, last, own = (torch.from_numpy(index).to(unsound_N.device) for index in (first_K, last_K + 1, keep))
+    taint_K = (before[last] > before[first]) | unsound_N[own]
+    # One entry that is not a number makes a distribution none, and to write them all would cost.
+    logits_KV[:, 0].masked_fill_(taint_K, torch.nan)
+    return logits_KV
 
 
 def copy_weights(

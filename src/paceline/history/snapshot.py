@@ -4,6 +4,7 @@ docs/cache.md specifies the format. Whatever a file holds, a drafter that took i
 is verified. So damage means a cold start, and is told by name.
 """
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from paceline.files import FileReadError, named, open_regular
 from paceline.history.base import Bytes, Int32s, Int64s, Records
 from paceline.schema import PacelineError
 
@@ -98,12 +100,15 @@ def decode_snapshot(data: bytes | memoryview, name: str = "the history snapshot"
 def read_snapshot(path: str | Path) -> Snapshot:
     """The snapshot in the file at ``path``, which is mapped, not copied. SnapshotError as ``decode_snapshot``."""
     try:
-        if Path(path).stat().st_size == 0:  # which cannot be mapped
-            return decode_snapshot(b"", str(path))
-        mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        with open_regular(path) as file:
+            if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
+                return decode_snapshot(b"", named(path))
+            mapped = np.memmap(file, dtype=np.uint8, mode="r")
+    except FileReadError as error:
+        raise SnapshotError(str(error)) from None
     except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return decode_snapshot(mapped.data, str(path))
+        raise SnapshotError(f"{named(path)}: cannot be read: {error.strerror or error}") from None
+    return decode_snapshot(mapped.data, named(path))
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:

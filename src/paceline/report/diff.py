@@ -16,6 +16,7 @@ from rich.table import Table
 
 from paceline.config import VERIFICATION_SETTINGS, load_config, unlike_settings
 from paceline.report.trace import NEAR_TIE, TraceError, TraceRow, read_trace
+from paceline.terminal import as_text
 
 Key = tuple[int, str, int, int]
 
@@ -87,12 +88,15 @@ def diff_runs(a: str | Path, b: str | Path, tolerance: float = 1e-4) -> DiffResu
             result.lossy += [setting for setting in lossy if setting not in result.lossy]
             result.notes.append(f"{run} is lossy ({', '.join(lossy)}): its tokens need not follow the policy's law")
     last = min(_last_step(rows_a), _last_step(rows_b))
-    steps = sorted({key[0] for key in rows_a.keys() | rows_b.keys() if key[0] <= last})
+    keys: dict[int, list[Key]] = {}
+    for key in rows_a.keys() | rows_b.keys():
+        if key[0] <= last:
+            keys.setdefault(key[0], []).append(key)
     for run, rows in ((result.a, rows_a), (result.b, rows_b)):
         if beyond := sum(key[0] > last for key in rows):
             result.notes.append(f"{beyond} rollouts of {run} come after step {last}, where the other run ends")
-    for step in steps:
-        _compare_step(step, rows_a, rows_b, result)
+    for step in sorted(keys):
+        _compare_step(sorted(keys[step]), rows_a, rows_b, result)
         if result.differences:
             result.parted_at = step
             result.after_parting = sum(step < key[0] <= last for key in rows_a)
@@ -110,7 +114,7 @@ def diff_table(result: DiffResult) -> Table:
     table.add_column("")
     for found in result.differences:
         table.add_row(
-            _name((found.step, found.task, found.prompt_id, found.sample_idx)),
+            as_text(_name((found.step, found.task, found.prompt_id, found.sample_idx))),
             str(found.position),
             "end" if found.token_a is None else str(found.token_a),
             "end" if found.token_b is None else str(found.token_b),
@@ -134,9 +138,11 @@ def _last_step(rows: dict[Key, TraceRow]) -> int:
     return max((key[0] for key in rows), default=-1)
 
 
-def _compare_step(step: int, rows_a: dict[Key, TraceRow], rows_b: dict[Key, TraceRow], result: DiffResult) -> None:
-    """Add the rollouts of ``step`` to ``result``."""
-    for key in sorted(key for key in rows_a.keys() | rows_b.keys() if key[0] == step):
+def _compare_step(
+    keys: Sequence[Key], rows_a: dict[Key, TraceRow], rows_b: dict[Key, TraceRow], result: DiffResult
+) -> None:
+    """Add the rollouts ``keys`` of one step to ``result``."""
+    for key in keys:
         a, b = rows_a.get(key), rows_b.get(key)
         if a is None or b is None:
             result.missing.append(f"{result.a if a is None else result.b} lacks {_name(key)}")

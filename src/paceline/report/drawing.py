@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.report.metrics import ratio
 from paceline.schema import PacelineError, StepRecord
+from paceline.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,6 +144,7 @@ def _style(palette: Palette) -> Any:
         "svg.fonttype": "none",
         "svg.hashsalt": "paceline",
         "text.color": ink,
+        "text.parse_math": False,  # a dollar in a name is a dollar
         "xtick.color": line,
         "xtick.labelcolor": muted,
         "xtick.major.size": 0,
@@ -179,7 +181,7 @@ def write_picture(path: Path, panels: Sequence[tuple[str, Draw, str, int]], widt
         for axes, (title, draw, x_label, _) in zip(places, panels, strict=True):
             _draw(axes, draw, x_label)
             named = len(axes.get_legend_handles_labels()[1])
-            axes.set_title(title, loc="left", pad=12 + 18 * math.ceil(named / _MOST_NAMES), fontsize=13)
+            axes.set_title(printable(title), loc="left", pad=12 + 18 * math.ceil(named / _MOST_NAMES), fontsize=13)
         fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         try:
             figure.savefig(path, dpi=144, facecolor=page_colours()["card"], metadata=fixed)

@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from pathlib import Path
 
 import msgspec
 
-from paceline.files import write_atomically
+from paceline.files import MAX_JSON_BYTES, named, read_bytes, write_atomically
 from paceline.report.metrics import counted, ratio
 from paceline.report.trace import TraceError, TraceRow, read_prompts, read_trace, spread
-from paceline.schema import SOURCES
+from paceline.schema import SOURCES, Count
+from paceline.terminal import as_html, printable
 
 #: Turns token ids into one text a token.
 Decode = Callable[[list[int]], list[str]]
 
 _MOST_TOKENS = 1500
+SOURCES_SET = frozenset(SOURCES)
 _SOURCE_NAMES = {
     "policy": "the policy's own sample",
     "prompt": "drafted from the prompt",
@@ -32,17 +33,21 @@ class Example(msgspec.Struct, kw_only=True):
     """A rollout to show: one text and one source a token. ``left_out`` tokens at the end are not shown."""
 
     title: str
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     task: str
     prompt_id: int
-    sample_idx: int
+    sample_idx: Count
     reward: float
-    forwards: int
+    forwards: Count
     pieces: list[str]
     sources: list[str]
     prompt: str = ""
-    left_out: int = 0
+    left_out: Count = 0
+
+    def __post_init__(self) -> None:
+        if len(self.sources) != len(self.pieces) or not SOURCES_SET.issuperset(self.sources):
+            raise ValueError("sources: there must be one of the known ones a piece")
 
 
 def choose_examples(rows: Iterable[TraceRow]) -> list[tuple[str, TraceRow]]:
@@ -81,9 +86,12 @@ def make_examples(run_dir: Path, decode: Decode | None) -> list[Example]:
     stored = run_dir / "example.json"
     if decode is None and stored.is_file():
         try:
-            return msgspec.json.decode(stored.read_bytes(), type=list[Example])
-        except msgspec.MsgspecError as error:
-            raise TraceError(f"{stored}: not examples of a run: {error}; delete it") from None
+            return msgspec.json.decode(read_bytes(stored, MAX_JSON_BYTES), type=list[Example])
+        except RecursionError:
+            raise TraceError(f"{named(stored)}: not examples of a run: nested too deeply; delete it") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            why = printable(str(error).replace("`", ""))
+            raise TraceError(f"{named(stored)}: not examples of a run: {why}; delete it") from None
     trace = run_dir / "rollouts.jsonl"
     if not trace.is_file():
         return []
@@ -99,7 +107,7 @@ def examples_html(examples: Sequence[Example]) -> str:
     if not examples:
         return ""
     used = [name for name in SOURCES if any(name in example.sources for example in examples)]
-    legend = "".join(f'<li><i class="s-{name}"></i>{escape(_SOURCE_NAMES[name])}</li>' for name in used)
+    legend = "".join(f'<li><i class="s-{name}"></i>{as_html(_SOURCE_NAMES[name])}</li>' for name in used)
     blocks = "".join(_example_html(example) for example in examples)
     return (
         "<h2>Where the tokens came from</h2>"
@@ -116,18 +124,18 @@ def _example_html(example: Example) -> str:
         end = at
         while end < len(example.pieces) and example.sources[end] == source:
             end += 1
-        texts = "".join(f"<span>{escape(piece)}</span>" for piece in example.pieces[at:end])
-        runs.append(f'<span class="run-of s-{escape(source)}" title="{escape(source)}: {end - at}">{texts}</span>')
+        texts = "".join(f"<span>{as_html(piece)}</span>" for piece in example.pieces[at:end])
+        runs.append(f'<span class="run-of s-{as_html(source)}" title="{as_html(source)}: {end - at}">{texts}</span>')
         at = end
     count = len(example.pieces) + example.left_out
     facts = (
         f"{counted(count, 'token')} in {counted(example.forwards, 'forward')} · reward {example.reward:.2f} · "
         f"{example.task or 'prompt'} {example.prompt_id}, sample {example.sample_idx}, step {example.step}"
     )
-    prompt = f'<div class="prompt">{escape(example.prompt)}</div>' if example.prompt else ""
+    prompt = f'<div class="prompt">{as_html(example.prompt)}</div>' if example.prompt else ""
     cut = f'<p class="note">{example.left_out} more tokens are not shown.</p>' if example.left_out else ""
     return (
-        f'<div class="example"><h3>{escape(example.title)}</h3><div class="facts">{escape(facts)}</div>{prompt}'
+        f'<div class="example"><h3>{as_html(example.title)}</h3><div class="facts">{as_html(facts)}</div>{prompt}'
         f'<div class="tokens">{"".join(runs)}</div>{cut}</div>'
     )
 

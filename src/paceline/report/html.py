@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
 from paceline.config import Config, ConfigError, load_config
-from paceline.files import write_atomically
+from paceline.files import read_text, write_atomically
 from paceline.report import drafter_plots, plots
 from paceline.report.example import Decode, Example, examples_html, make_examples
 from paceline.report.html_tables import definitions_table, events_section, steps_table, summary_figure
@@ -17,6 +16,8 @@ from paceline.report.overlap import overlap_section
 from paceline.report.summary import Summary, first_and_later, summarise
 from paceline.report.trace import TraceError, read_metrics
 from paceline.schema import StepRecord
+from paceline.terminal import as_html
+from paceline.typed_yaml import MAX_BYTES
 
 _VERSION = version("paceline")
 #: Title, what it shows, and the function that draws it.
@@ -81,7 +82,7 @@ def write_report(run_dir: str | Path, decode: Decode | None = None) -> Path:
         records=records,
         overlap=overlap_section(run_dir, records),
         examples=make_examples(run_dir, decode),
-        config_text=config_file.read_text(encoding="utf-8") if config_file.is_file() else "",
+        config_text=read_text(config_file, MAX_BYTES) if config_file.is_file() else "",
         config=_config(config_file),
     )
     path = run_dir / "report.html"
@@ -112,15 +113,15 @@ def render(
             examples_html(examples),
             events_section(records),
             _details("Every step", steps_table(records)),
-            _details("Configuration", f"<pre>{escape(config_text)}</pre>") if config_text else "",
+            _details("Configuration", f"<pre>{as_html(config_text)}</pre>") if config_text else "",
             _details("What each number means", definitions_table()),
-            f"<footer>Written by paceline {escape(version('paceline'))}.</footer>",
+            f"<footer>Written by paceline {as_html(version('paceline'))}.</footer>",
         )
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)} · paceline</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<title>{as_html(name)} · paceline</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
@@ -149,8 +150,8 @@ def _header(name: str, records: Sequence[StepRecord], config: Config | None) -> 
             "no drafts" if drafter.kind == "none" else f"drafter {drafter.kind}, budget {drafter.budget}",
         ]
     return (
-        f'<header><div class="name">paceline</div><h1>{escape(_headline(records))}</h1>'
-        f'<p class="run">{escape(name)}: {escape(" · ".join(facts))}</p></header>'
+        f'<header><div class="name">paceline</div><h1>{as_html(_headline(records))}</h1>'
+        f'<p class="run">{as_html(name)}: {as_html(" · ".join(facts))}</p></header>'
     )
 
 
@@ -160,7 +161,7 @@ def _lossy_banner(records: Sequence[StepRecord]) -> str:
         return ""
     stamped = sum(bool(record.lossy) for record in records)
     return (
-        f'<div class="lossy" role="alert"><strong>Lossy run.</strong> {escape(", ".join(settings))}: the tokens of '
+        f'<div class="lossy" role="alert"><strong>Lossy run.</strong> {as_html(", ".join(settings))}: the tokens of '
         f"{counted(stamped, 'step')} need not follow the policy's law. Nothing on this page is a result of lossless "
         "speculation.</div>"
     )
@@ -220,7 +221,7 @@ def _tiles(records: Sequence[StepRecord]) -> str:
                 _tile("Generation against plain", _times(summary), _times_note(summary, later is not None)),
                 _tile(
                     "Tokens against plain",
-                    f'<span class="{mood}">{escape(verdict)}</span>',
+                    f'<span class="{mood}">{as_html(verdict)}</span>',
                     f"{counted(checked, 'step')} checked token by token" if checked else "see check.every",
                 ),
             )
@@ -249,25 +250,25 @@ def _pictures(
 ) -> str:
     drawn = [(name, what, draw(records)) for name, what, draw in pictures]
     figures = "".join(
-        f'<figure role="img" aria-label="{escape(name)}"><figcaption><h3>{escape(name)}</h3><p>{escape(what)}</p>'
+        f'<figure role="img" aria-label="{as_html(name)}"><figcaption><h3>{as_html(name)}</h3><p>{as_html(what)}</p>'
         f"</figcaption>{svg}</figure>"
         for name, what, svg in drawn
         if svg
     )
-    return f'<h2>{escape(title)}</h2><div class="plots">{figures}{beside}</div>' if figures or beside else ""
+    return f'<h2>{as_html(title)}</h2><div class="plots">{figures}{beside}</div>' if figures or beside else ""
 
 
 def _details(title: str, inner: str) -> str:
-    return f'<details class="plain"><summary>{escape(title)}</summary>{inner}</details>'
+    return f'<details class="plain"><summary>{as_html(title)}</summary>{inner}</details>'
 
 
 def _tile(label: str, value: str, more: str) -> str:
     """``value`` is markup, the rest is text."""
     return (
-        f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{value}</div>'
-        f'<div class="more">{escape(more)}</div></div>'
+        f'<div class="tile"><div class="label">{as_html(label)}</div><div class="value">{value}</div>'
+        f'<div class="more">{as_html(more)}</div></div>'
     )
 
 
 def _change(first: str, last: str, changed: bool) -> str:
-    return f"<small>{escape(first)} → </small>{escape(last)}" if changed else escape(last)
+    return f"<small>{as_html(first)} → </small>{as_html(last)}" if changed else as_html(last)

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 
 from paceline.report.definitions import EVENTS, METRICS
 from paceline.report.metrics import event_counts, mean_age, shown
 from paceline.report.summary import first_and_later, summary_rows
 from paceline.schema import StepRecord
+from paceline.terminal import as_html
 
 #: Columns of every step that are left out where no step knows them.
 _OVERLAP_COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
@@ -31,7 +31,7 @@ def summary_figure(records: Sequence[StepRecord]) -> str:
     first, later = first_and_later(records)
     head = "".join(f"<th>{name}</th>" for name in ("first epoch", "later epochs")[: 2 if later else 1])
     rows = "".join(
-        f"<tr><td>{escape(line)}</td>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
+        f"<tr><td>{as_html(line)}</td>{''.join(f'<td>{as_html(text)}</td>' for text in texts)}</tr>"
         for line, texts in summary_rows(first, later)
     )
     return (
@@ -50,9 +50,9 @@ def events_section(records: Sequence[StepRecord]) -> str:
     for event, count in counts.items():
         steps = [record.step for record in records if event in record.events]
         where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-        what = escape(EVENTS.get(event, ""))
+        what = as_html(EVENTS.get(event, ""))
         rows.append(
-            f'<tr><td>{escape(event)}</td><td class="number">{count:,}</td><td>{where}</td><td>{what}</td></tr>'
+            f'<tr><td>{as_html(event)}</td><td class="number">{count:,}</td><td>{where}</td><td>{what}</td></tr>'
         )
     head = '<tr><th>event</th><th class="number">count</th><th>where</th><th></th></tr>'
     return f'<h2>Events</h2><div class="plain scroll"><table class="words events">{head}{"".join(rows)}</table></div>'
@@ -85,15 +85,16 @@ def steps_table(records: Sequence[StepRecord]) -> str:
         ("draft trained s", lambda r: shown(r.draft_train_seconds)),
     )
     columns += tuple(column for column in _OVERLAP_COLUMNS if any(column[1](record) != "–" for record in records))
-    head = "".join(f"<th>{escape(name)}</th>" for name, _ in columns)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(show(r))}</td>' for _, show in columns)}</tr>" for r in records)
+    head = "".join(f"<th>{as_html(name)}</th>" for name, _ in columns)
+    rows = "".join(f"<tr>{''.join(f'<td>{as_html(show(r))}</td>' for _, show in columns)}</tr>" for r in records)
     return f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
 
 
 def definitions_table() -> str:
     """What every metric means."""
     rows = "".join(
-        f"<tr><td>{escape(m.name)}</td><td>{escape(m.unit)}</td><td>{escape(m.definition)}</td></tr>" for m in METRICS
+        "<tr>" + "".join(f"<td>{as_html(text)}</td>" for text in (each.name, each.unit, each.definition)) + "</tr>"
+        for each in METRICS
     )
     head = "<tr><th>metric</th><th>unit</th><th>definition</th></tr>"
     return f'<div class="scroll"><table class="words">{head}{rows}</table></div>'

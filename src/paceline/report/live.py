@@ -22,6 +22,7 @@ from paceline.report.metrics import (
 )
 from paceline.report.summary import first_and_later, summary_rows
 from paceline.schema import StepRecord
+from paceline.terminal import as_text, safe_console
 
 #: The phases told apart in the bar, with their colours; all others are shown as ``other``.
 PHASE_STYLES = {
@@ -49,7 +50,7 @@ class LiveView:
     """
 
     def __init__(self, steps: int | None = None, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or safe_console()
         self._plan = Plan(steps=steps) if steps is not None else None
         self._headed = False
         self._bar = Progress(
@@ -94,9 +95,8 @@ class LiveView:
     def update(self, record: StepRecord) -> None:
         """A step is complete."""
         if not self.console.is_terminal:
-            self.console.print(
-                plain_line(record, self._plan.steps if self._plan else None), soft_wrap=True, markup=False
-            )
+            line = plain_line(record, self._plan.steps if self._plan else None)
+            self.console.print(as_text(line, max_chars=None), soft_wrap=True)
             return
         if not self._headed:
             self._headed = True
@@ -109,7 +109,7 @@ class LiveView:
 
     def message(self, text: str) -> None:
         """Something a person should know."""
-        self.console.print(Text(text, style="dim"), soft_wrap=True)
+        self.console.print(as_text(text, "dim", None), soft_wrap=True)
 
 
 def plain_line(record: StepRecord, steps: int | None = None) -> str:
@@ -135,7 +135,8 @@ def plain_line(record: StepRecord, steps: int | None = None) -> str:
 
 def lossy_banner(settings: Sequence[str]) -> Text:
     """The red line above a run whose settings may bend the law."""
-    return Text(f" LOSSY  {', '.join(settings)}: tokens need not follow the policy's law ", style="bold white on red")
+    line = f" LOSSY  {', '.join(settings)}: tokens need not follow the policy's law "
+    return as_text(line, "bold white on red", None)
 
 
 def phase_shares(record: StepRecord) -> dict[str, float]:

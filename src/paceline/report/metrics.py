@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import numpy as np
 
 from paceline.report.definitions import IDENTITIES, PHASES
 from paceline.schema import SOURCES, EngineStats, Rollout, StepRecord, added
+
+NumberT = TypeVar("NumberT", int, float)
 
 
 def ratio(part: float, whole: float) -> float:
@@ -151,13 +152,23 @@ def source_counts(rollouts: Iterable[Rollout]) -> dict[str, int]:
 
 def depth_acceptance(records: Iterable[StepRecord]) -> list[float]:
     """The metric of that name over several steps: entry d is of all row-forwards that came so deep."""
-    tested: tuple[int, ...] = ()
-    kept: list[float] = []
-    for record in records:
-        tested = added(tested, record.depths_tested)
-        pairs = zip(record.depths_tested, record.depth_acceptance, strict=False)
-        kept = [a + b for a, b in zip_longest(kept, [n * share for n, share in pairs], fillvalue=0.0)]
+    records = list(records)
+    tested = sums_of(record.depths_tested for record in records)
+    kept = sums_of(
+        [count * share for count, share in zip(record.depths_tested, record.depth_acceptance, strict=False)]
+        for record in records
+    )
     return [ratio(count, whole) for count, whole in zip(kept, tested, strict=False)]
+
+
+def sums_of(lists: Iterable[Sequence[NumberT]]) -> list[NumberT]:
+    """Entry by entry, the sums of lists of numbers, of which each may have more entries than others."""
+    sums: list[NumberT] = []
+    for numbers in lists:
+        for place, number in enumerate(numbers[: len(sums)]):
+            sums[place] += number
+        sums += numbers[len(sums) :]
+    return sums
 
 
 #: What a drafter costs beside the passes that verify its drafts, by name: the seconds of a step.

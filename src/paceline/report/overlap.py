@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ from paceline.report.timeline_plots import (
 )
 from paceline.report.trace import TraceError, read_metrics, read_timeline
 from paceline.schema import Span, StepRecord
-from paceline.terminal import as_text
+from paceline.terminal import as_html, as_text
 
 TIMELINE = "timeline.jsonl"
 _PANEL_POINTS = 260
@@ -132,9 +131,8 @@ def step_table(one: StepOverlap) -> Table:
     table.add_column("")
     table.add_column("seconds by what it did")
     for role, did in one.doing.items():
-        table.add_row(
-            as_text(role), as_text(", ".join(f"{doing} {seconds:.2f}" for doing, seconds in did.items()), "", None)
-        )
+        told = ", ".join(f"{doing} {seconds:.2f}" for doing, seconds in did.items())
+        table.add_row(as_text(role), as_text(told, max_chars=None))
     return table
 
 
@@ -199,7 +197,7 @@ def overlap_section(run: Path, records: Sequence[StepRecord]) -> str:
         for name, row in notable(timeline.rows)
     )
     return (
-        f"<h2>{_TITLE}</h2><p>{escape(_said(together(list(steps.values()))))}</p>"
+        f"<h2>{_TITLE}</h2><p>{as_html(_said(together(list(steps.values()))))}</p>"
         f'<div class="plots">{overview}{pictures}</div>'
     )
 
@@ -208,8 +206,8 @@ def _figure(title: str, what: str, svg: str, kind: str = "") -> str:
     if not svg:
         return ""
     return (
-        f'<figure class="{kind}" role="img" aria-label="{escape(title)}"><figcaption><h3>{escape(title)}</h3>'
-        f'<p>{escape(what)}</p></figcaption><div class="scroll">{svg}</div></figure>'
+        f'<figure class="{kind}" role="img" aria-label="{as_html(title)}"><figcaption><h3>{as_html(title)}</h3>'
+        f'<p>{as_html(what)}</p></figcaption><div class="scroll">{svg}</div></figure>'
     )
 
 

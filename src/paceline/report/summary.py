@@ -15,9 +15,10 @@ from paceline.report.metrics import (
     ratio,
     shown,
     speedup,
+    sums_of,
     tokens_per_forward,
 )
-from paceline.schema import StepRecord, added
+from paceline.schema import StepRecord
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -66,9 +67,7 @@ def summarise(records: Sequence[StepRecord]) -> Summary:
     projected = [record for record in records if math.isfinite(record.plain_seconds_projected)]
     measured = [record for record in records if record.speedup_measured > 0 and record.plain_seconds_measured > 0]
     alone = list(filter(in_turn, records))
-    ages: tuple[int, ...] = ()
-    for record in records:
-        ages = added(ages, record.ages)
+    ages = sums_of(record.ages for record in records)
     evaluated = [record.eval_reward for record in records if not math.isnan(record.eval_reward)]
     return Summary(
         steps=len(records),

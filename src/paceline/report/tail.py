@@ -1,9 +1,9 @@
 """Reads a file of lines as it grows: what is half written is waited for, and what was replaced is read again."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Generic
+from typing import BinaryIO, Generic
 
+from paceline.files import MAX_LINE_BYTES, FileReadError, lines_of, named, open_regular
 from paceline.report.trace import RowT, TraceError, decode_line
 
 
@@ -26,25 +26,26 @@ class Tail(Generic[RowT]):
         """Take what is new; returns whether ``rows`` changed. A file that is not there has no rows."""
         before, self.broken = len(self.rows), ""
         try:
-            with self.path.open("rb") as file:
-                self.modified = self.path.stat().st_mtime
+            self.modified = self.path.stat().st_mtime
+        except OSError:
+            self.modified = None
+            self._forget()
+            return before > 0
+        try:
+            with open_regular(self.path) as file:
                 file.seek(self._offset - len(self._last))
                 anew = file.read(len(self._last)) != self._last
                 if anew:
                     self._forget()
                     file.seek(0)
                 self._take(file)
-        except FileNotFoundError:
-            self.modified = None
-            self._forget()
-            return before > 0
-        except OSError as error:
-            self.broken = f"{self.path}: cannot be read: {error.strerror or error}"
-            return False
+        except (FileReadError, OSError) as error:
+            self.broken = str(error) if isinstance(error, FileReadError) else f"{named(self.path)}: cannot be read"
+            return len(self.rows) != before
         return anew or len(self.rows) != before
 
-    def _take(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
+    def _take(self, file: BinaryIO) -> None:
+        for line in lines_of(file, self.path, MAX_LINE_BYTES, len(self.rows) + 1):
             if not line.endswith(b"\n"):
                 return
             try:

@@ -10,7 +10,7 @@ from typing import TypedDict
 import msgspec
 
 from paceline.report.metrics import ratio
-from paceline.report.trace import StepSpans
+from paceline.report.trace import StepSpans, TraceError
 from paceline.schema import Span
 
 LEARNER, WORKER = "learner", "worker"
@@ -19,13 +19,18 @@ IDLE, WAIT = "idle", "wait"
 #: What is no work of whoever does it: in an evaluation the learner waits for rollouts too, which nothing could overlap.
 RESTING = frozenset({IDLE, WAIT, "eval"})
 
+# Processes are numbered with a few digits: more are part of a name.
+_NUMBERED = re.compile(r"-[0-9]{1,9}\Z")
+#: The steps that the spans of a timeline lie in, all spans together, on average: a span of a real run lies in a few.
+_MOST_STEPS_A_SPAN = 64
+
 #: From second, to second.
 Interval = tuple[float, float]
 
 
 def kind_of(role: str) -> str:
     """The role without the number of its process: ``worker`` for ``worker-3``."""
-    return re.sub(r"-\d+$", "", role)
+    return _NUMBERED.sub("", role)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -69,14 +74,21 @@ def cut(spans: Iterable[Span], start: float, seconds: float) -> list[Span]:
 
 
 def by_step(rows: Sequence[StepSpans]) -> dict[int, list[Span]]:
-    """The spans of every step, cut to it, whenever they were told."""
+    """The spans of every step, cut to it, whenever they were told.
+
+    TraceError where spans lie in so many steps that the result would grow with the square of the timeline.
+    """
     windows = sorted(rows, key=lambda row: row.start)
     starts = [row.start for row in windows]
     told: dict[int, list[Span]] = {row.step: [] for row in rows}
+    left = 100_000 + _MOST_STEPS_A_SPAN * sum(len(row.spans) for row in rows)
     for span in (span for row in rows for span in row.spans):
         for row in islice(windows, max(0, bisect_right(starts, span.start) - 1), None):
             if row.start >= span.start + span.seconds:
                 break
+            left -= 1
+            if left < 0:
+                raise TraceError(f"timeline: spans lie in over {_MOST_STEPS_A_SPAN} steps each; its times are wrong")
             told[row.step].append(span)
     return {row.step: cut(told[row.step], row.start, row.seconds) for row in rows}
 
@@ -184,7 +196,7 @@ def lane_order(role: str) -> tuple[int, str, int]:
     """Sorts roles: learners, workers, then others by name, each by number."""
     kind = kind_of(role)
     rank = (LEARNER, WORKER).index(kind) if kind in (LEARNER, WORKER) else 2
-    return rank, kind, int(role[len(kind) + 1 :] or 0)
+    return rank, kind, int(role[len(kind) + 1 :] or 0) if role != kind else 0
 
 
 def notable(rows: Sequence[StepSpans]) -> list[tuple[str, StepSpans]]:

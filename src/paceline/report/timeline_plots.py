@@ -26,6 +26,7 @@ from paceline.report.metrics import counted, ratio
 from paceline.report.timeline import IDLE, WAIT, Shares, by_step, doing_seconds, kind_of, lane_order, shares, union
 from paceline.report.trace import StepSpans
 from paceline.schema import Span, StepRecord
+from paceline.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,9 +93,9 @@ def step_picture(spans: Sequence[Span], start: float, seconds: float, palette: P
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x")
-        axes.set_yticks([row.top + row.lanes / 2 for row in rows], [row.label for row in rows])
+        axes.set_yticks([row.top + row.lanes / 2 for row in rows], [printable(row.label, 80) for row in rows])
         for name, colour in _by_name(spans):
-            axes.broken_barh([], (0, 0), color=palette[colour], label=name)
+            axes.broken_barh([], (0, 0), color=palette[colour], label=printable(name, 80))
         for row in rows:
             own = [msgspec.structs.replace(span, start=span.start - start) for span in spans if span.role in row.roles]
             if row.lanes == 1:

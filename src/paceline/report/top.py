@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from paceline.config import Config, load_config
+from paceline.files import count_lines
 from paceline.report.metrics import event_counts, identity_verdict, known_sum, lossy_settings, phase_seconds
 from paceline.report.overlap import TIMELINE
 from paceline.report.summary import Summary, summarise
@@ -143,7 +144,7 @@ class Watch:
         self._read, self._planned, self._problem = read, None, ""
         if read[0] is not None:
             try:
-                self._planned = planned_steps(load_config(config), _lines(prompts))
+                self._planned = planned_steps(load_config(config), count_lines(prompts) if prompts.is_file() else 0)
             except (ConfigError, OSError) as error:
                 self._problem = f"how many steps are planned is not known: {error}"
         return True
@@ -198,13 +199,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 def _mean(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
-
-
-def _lines(path: Path) -> int:
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
 
 
 def _modified(path: Path) -> float | None:

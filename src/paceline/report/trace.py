@@ -6,7 +6,6 @@ a torn last line, which readers skip with a warning and ``truncate_from`` remove
 """
 
 import math
-import os
 import typing
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +17,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.files import write_atomically
-from paceline.schema import SOURCES, FinishReason, PacelineError, Rollout, Span, StepRecord
+from paceline.files import Appender, FileReadError, named, read_lines, write_atomically
+from paceline.schema import SOURCES, Count, FinishReason, PacelineError, Rollout, Span, StepRecord, TokenId
+from paceline.terminal import printable
 
 #: Margins below this are kept in the trace: within it, other rounding of the logits might pick another token.
 NEAR_TIE = 1e-3
+#: Longest line of any file of a run: a rollout of a million tokens with all that is known of each.
+_MAX_LINE_BYTES = 256 << 20
 
 RowT = TypeVar("RowT", bound=msgspec.Struct)
 
@@ -38,24 +40,33 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``lossy`` names the settings under which the tokens need not follow the policy's law.
     """
 
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
     prompt_id: int
-    sample_idx: int
+    sample_idx: Count
     reward: float
-    tokens: list[int]
+    tokens: list[TokenId]
     task: str = ""
     request_id: str = ""
     logprobs: list[float] | None = None
     logprob_mode: Literal["processed", "raw"] | None = None
     version: int | list[int] | None = None
     finish: FinishReason | None = None
-    forwards: int | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    sources: list[tuple[str, int]] | None = None
-    near_ties: list[tuple[int, float]] | None = None
+    forwards: Count | None = None
+    drafted: Count | None = None
+    accepted: Count | None = None
+    sources: list[tuple[str, Count]] | None = None
+    near_ties: list[tuple[Count, float]] | None = None
     lossy: list[str] = []
+
+    def __post_init__(self) -> None:
+        tokens = len(self.tokens)
+        if self.sources is not None and sum(count for _, count in self.sources) != tokens:
+            raise ValueError("sources: their counts must add up to the number of tokens")
+        for name in ("logprobs", "version"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != tokens:
+                raise ValueError(f"{name}: {len(value)} for {tokens} tokens; one of each is needed")
 
     @property
     def key(self) -> tuple[int, str, int, int]:
@@ -68,7 +79,7 @@ class PromptRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     prompt_id: int
     task: str = ""
-    tokens: list[int]
+    tokens: list[TokenId]
     text: str | None = None
 
 
@@ -78,7 +89,7 @@ class StepSpans(msgspec.Struct, kw_only=True):
     They may reach out of the step: what somebody is still doing at its end is told with a later one.
     """
 
-    step: int
+    step: Count
     start: float
     seconds: float
     spans: list[Span]
@@ -136,14 +147,12 @@ class _Writer(Generic[RowT]):
     """Appends lines; what ``write`` was given is on the disk when it returns."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open ``path`` for appending; TraceError where it ends in the middle of a line."""
+        """Open ``path`` for appending; TraceError where it ends in the middle of a line, FileWriteError."""
         self.path = Path(path)
-        self._file = self.path.open("ab+")
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.close()
-                raise TraceError(f"{self.path}: ends in the middle of a line; resume the run, which drops that line")
+        self._file = Appender(self.path)
+        if not self._file.ends_with_line():
+            self._file.close()
+            raise TraceError(f"{named(self.path)}: ends in the middle of a line; resume the run, which drops that line")
 
     def __enter__(self) -> typing.Self:
         return self
@@ -154,10 +163,12 @@ class _Writer(Generic[RowT]):
         self.close()
 
     def write(self, rows: Iterable[RowT]) -> None:
-        """Append ``rows`` in order, in one piece."""
-        self._file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Append ``rows`` in order, all of them or none. FileWriteError where the disk refuses."""
+        self._file.append(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+    def undo(self) -> None:
+        """Take back the last ``write``, for a step that could not be recorded in all files."""
+        self._file.undo()
 
     def close(self) -> None:
         """Close the file; ``write`` raises from now on."""
@@ -184,12 +195,18 @@ def truncate_from(path: str | Path, step: int) -> int:
     path = Path(path)
     if not path.exists():
         return 0
-    kept, lines = [], path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if line.endswith(b"\n") and decode_line(_StepOnly, line, path, number).step < step:
-            kept.append(line)
-    write_atomically(path, b"".join(kept))
-    return len(lines) - len(kept)
+    dropped = 0
+
+    def kept() -> Iterator[bytes]:
+        nonlocal dropped
+        for number, line in enumerate(_lines(path), start=1):
+            if line.endswith(b"\n") and decode_line(_StepOnly, line, path, number).step < step:
+                yield line
+            else:
+                dropped += 1
+
+    write_atomically(path, kept())
+    return dropped
 
 
 def read_trace(path: str | Path) -> Iterator[TraceRow]:
@@ -198,13 +215,16 @@ def read_trace(path: str | Path) -> Iterator[TraceRow]:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """The steps of ``metrics.jsonl``; null reads back as NaN. TraceError with its number for a line that is broken."""
-    return list(_read(StepRecord, Path(path)))
+    """The steps of ``metrics.jsonl``, in order; null reads back as NaN.
+
+    TraceError with its number for a line that is broken, or whose step does not come after that of the line before.
+    """
+    return _rising(_read(StepRecord, Path(path)), Path(path))
 
 
 def read_timeline(path: str | Path) -> list[StepSpans]:
-    """The steps of ``timeline.jsonl``. TraceError with its number for a line that is broken."""
-    return list(_read(StepSpans, Path(path)))
+    """The steps of ``timeline.jsonl``. TraceError as ``read_metrics``."""
+    return _rising(_read(StepSpans, Path(path)), Path(path))
 
 
 def read_prompts(path: str | Path) -> list[PromptRow]:
@@ -218,24 +238,41 @@ def write_prompts(path: str | Path, prompts: Sequence[PromptRow]) -> None:
 
 
 class _StepOnly(msgspec.Struct):
-    step: int
+    step: Count
+
+
+StepT = TypeVar("StepT", StepRecord, StepSpans)
+
+
+def _rising(rows: Iterable[StepT], path: Path) -> list[StepT]:
+    found: list[StepT] = []
+    for number, row in enumerate(rows, start=1):
+        if found and row.step <= found[-1].step:
+            raise TraceError(
+                f"{named(path)}:{number}: step {row.step} comes after step {found[-1].step}; the file is no single "
+                "run's: two processes have written it, or files were put together"
+            )
+        found.append(row)
+    return found
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        yield from read_lines(path, _MAX_LINE_BYTES)
+    except FileReadError as error:
+        raise TraceError(str(error)) from None
 
 
 def _read(kind: type[RowT], path: Path) -> Iterator[RowT]:
-    try:
-        source = path.open("rb")
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    with source:
-        for number, line in enumerate(source, start=1):
-            try:
-                row = decode_line(kind, line, path, number)
-            except TraceError:
-                if line.endswith(b"\n"):
-                    raise
-                warnings.warn(f"{path}:{number}: the last line is torn and was skipped", stacklevel=3)
-                return
-            yield row
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            row = decode_line(kind, line, path, number)
+        except TraceError:
+            if line.endswith(b"\n"):
+                raise
+            warnings.warn(f"{named(path)}:{number}: the last line is torn and was skipped", stacklevel=3)
+            return
+        yield row
 
 
 def decode_line(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
@@ -244,8 +281,11 @@ def decode_line(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
         if b"null" not in line:
             return msgspec.json.decode(line, type=kind)
         return msgspec.convert(_nan_for_null(kind, msgspec.json.decode(line)), kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{path}:{number}: not a line of {path.name}: {str(error).replace('`', '')}") from None
+    except RecursionError:
+        raise TraceError(f"{named(path)}:{number}: not a line of {printable(path.name)}: nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        why = printable(str(error).replace("`", ""))
+        raise TraceError(f"{named(path)}:{number}: not a line of {printable(path.name)}: {why}") from None
 
 
 def _nan_for_null(kind: type[RowT], row: Any) -> Any:

@@ -19,11 +19,13 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from paceline.files import file_hash, put_in_place, sync_folder, write_synced
+from paceline.files import file_hash, named, put_in_place, read_bytes, read_json_object, sync_folder, write_synced
 from paceline.rl.layout import BLOB, MARKER, newest_first
+from paceline.terminal import printable
 
 _META, _TENSORS = "meta.json", ".safetensors"
 _SCRATCH = ".writing-"
+_MAX_META_BYTES, _MAX_BLOB_BYTES = 256 << 20, 1 << 40
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|blob|json)")
 
@@ -97,7 +99,8 @@ def load_latest(directory: Path, warn: Warn = _as_python_warning) -> Checkpoint 
         try:
             return _load(path)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            warn("checkpoint_skipped", f"{path}: {' '.join(str(error).split())}; the one before it is tried")
+            why = printable(" ".join(str(error).split()))
+            warn("checkpoint_skipped", f"{named(path)}: {why}; the one before it is tried")
     return None
 
 
@@ -121,8 +124,8 @@ def prune(directory: Path, keep: int) -> list[Path]:
 def _load(path: Path) -> Checkpoint:
     if not (path / MARKER).is_file():
         raise ValueError(f"no {MARKER}, so it was not written to the end")
-    hashes = json.loads((path / MARKER).read_bytes())
-    if not isinstance(hashes, dict) or _META not in hashes:
+    hashes = read_json_object(path / MARKER, _MAX_META_BYTES)
+    if _META not in hashes:
         raise ValueError(f"{MARKER} lists no {_META}")
     tensors, blobs = {}, {}
     for name, expected in hashes.items():
@@ -133,9 +136,12 @@ def _load(path: Path) -> Checkpoint:
         if name.endswith(_TENSORS):
             tensors[name.removesuffix(_TENSORS)] = safetensors.torch.load_file(path / name)
         elif name.endswith(BLOB):
-            blobs[name.removesuffix(BLOB)] = (path / name).read_bytes()
-    meta = json.loads((path / _META).read_bytes())
-    return Checkpoint(step=int(meta["step"]), path=path, tensors=tensors, meta=meta, blobs=blobs)
+            blobs[name.removesuffix(BLOB)] = read_bytes(path / name, _MAX_BLOB_BYTES)
+    meta = read_json_object(path / _META, _MAX_META_BYTES)
+    step = meta.get("step")
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        raise ValueError(f"{_META} has no step")
+    return Checkpoint(step=step, path=path, tensors=tensors, meta=meta, blobs=blobs)
 
 
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:

@@ -7,6 +7,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paceline.config import RLConfig
+from paceline.rl.prompts import Fit, checked_prompts
 from paceline.rl.tasks.base import Prompt, Split, Task
 from paceline.schema import PacelineError, RolloutRequest, SamplingParams, Tokens, derive_seed
 
@@ -25,9 +26,23 @@ class Item:
         return f"{self.task}/{self.prompt.prompt_id}"
 
 
-def load_items(tasks: Mapping[str, Task], split: Split, encode: Callable[[str], Tokens]) -> list[Item]:
-    """The prompts of a split of all tasks, in the order of the configuration."""
-    return [Item(name, prompt, encode(prompt.text)) for name, task in tasks.items() for prompt in task.prompts(split)]
+def load_items(
+    tasks: Mapping[str, Task], split: Split, encode: Callable[[str], Tokens], fit: Fit | None = None
+) -> list[Item]:
+    """The prompts of a split of all tasks, in the order of the configuration; ``fit`` leaves out what it drops.
+
+    PromptError, one line that names task and prompt, for one that cannot be used.
+    """
+    items = []
+    for name, task in tasks.items():
+        prompts = checked_prompts(name, task, split)
+        pairs = (
+            [(prompt, encode(prompt.text)) for prompt in prompts]
+            if fit is None
+            else fit.encoded(name, split, prompts, encode)
+        )
+        items += [Item(name, prompt, tokens) for prompt, tokens in pairs]
+    return items
 
 
 class Curriculum:
@@ -35,7 +50,7 @@ class Curriculum:
 
     def __init__(self, items: Sequence[Item], config: RLConfig, seed: int) -> None:
         if not items:
-            raise PacelineError("tasks: there is no prompt to train on; raise train_prompts")
+            raise PacelineError("tasks: there is no prompt to train on; raise train_prompts, or shorten the prompts")
         self.items = list(items)
         self._per_step = config.prompts_per_step
         self._seed = seed

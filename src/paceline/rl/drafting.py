@@ -19,7 +19,7 @@ from paceline.cotrain.when import Decision, Generation, When
 from paceline.drafters.draft_model import tokenizer_of
 from paceline.drafters.heads import Head
 from paceline.drafters.vocabulary_map import VocabularyMap
-from paceline.files import put_in_place
+from paceline.files import put_in_place, writing
 from paceline.forward.pretrained import load_pretrained, model_source, no_progress_bars
 from paceline.rl.batch import Batch
 from paceline.rl.checkpoint import Checkpoint
@@ -253,18 +253,19 @@ def drafting_model(config: Config, policy: Policy, counts: npt.NDArray[np.int64]
 def write_drafter(model: Drafting, target: Path, policy: Policy, version: int) -> None:
     """Write a model that drafts for ``version`` of the policy, as ``drafter.head.path`` or a draft model's loads it.
 
-    ExportError or OSError where that fails.
+    ExportError or FileWriteError where that fails.
     """
     if isinstance(model, Head):
         write_head(stored_head(model, policy=policy.config.path, version=version), target)
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-        fresh = Path(scratch) / "model"
-        with no_progress_bars():
-            model.save_pretrained(fresh)
-        policy.tokenizer.save_pretrained(fresh)
-        put_in_place(fresh, target)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+            fresh = Path(scratch) / "model"
+            with no_progress_bars():
+                model.save_pretrained(fresh)
+            policy.tokenizer.save_pretrained(fresh)
+            put_in_place(fresh, target)
 
 
 def _pass(name: str) -> int:

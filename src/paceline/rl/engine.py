@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,9 @@ from paceline.engines.hf import HFEngine
 from paceline.engines.identity import Identity, check_identity
 from paceline.engines.vllm.launch import PLUGIN_KINDS
 from paceline.rl.policy import Policy
-from paceline.rl.timing import deaf_to_ctrl_c
 from paceline.sampling.grammar import Vocabulary
 from paceline.schema import CANARY, PacelineError, Rollout, RolloutRequest
+from paceline.signals import deaf_to_stop_signals
 from paceline.typed_yaml import load_by_path
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def _vllm(config: Config, policy: Policy, export: Path, has_grammars: bool) -> "
         policy.save_pretrained(export)
     except OSError as error:
         raise PacelineError(f"out={config.out}: the policy cannot be written there for vLLM to load: {error}") from None
-    with deaf_to_ctrl_c(), _gone_if_it_fails(export):
+    # vLLM ends its processes by SIGTERM, so that one they hear.
+    with deaf_to_stop_signals(signal.SIGTERM), _gone_if_it_fails(export):
         # A warm start is the loop's affair: on a resume there must be none.
         drafter = replace(config.drafter, history=replace(config.drafter.history, warm=None))
         if drafts(config) and drafter.kind in HEADS:

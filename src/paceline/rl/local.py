@@ -11,7 +11,7 @@ from paceline.config import Config
 from paceline.engines.identity import Identity
 from paceline.rl.engine import RunEngine, check, projected_plain_seconds, resting
 from paceline.rl.fleet import Order, Weights
-from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest, Span
+from paceline.schema import EngineStats, FailedRequestError, PacelineError, Rollout, RolloutRequest, Span
 
 
 class LocalFleet:
@@ -102,6 +102,8 @@ class LocalFleet:
 
     def _keep(self, rollout: Rollout) -> None:
         if self._in_flight.pop(rollout.request_id, None) is not None:
+            if rollout.finish_reason == "error":
+                raise FailedRequestError(rollout.error or rollout.request_id, [rollout])
             self._finished.append(rollout)
 
     # What else a run wants

@@ -2,19 +2,20 @@
 
 import math
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import Any, NoReturn
 
 import torch
 from msgspec.structs import replace
 
 from paceline.config import HISTORIES, Config
 from paceline.engines.identity import Identity
+from paceline.files import FileError
 from paceline.history.native import why_not
 from paceline.history.snapshot import SnapshotError, read_snapshot
 from paceline.report.html import write_report
@@ -43,13 +44,25 @@ from paceline.rl.fleets import make_fleet, make_learner
 from paceline.rl.generation import Generation
 from paceline.rl.grpo import overlong_penalty
 from paceline.rl.layout import HISTORY, history_file
-from paceline.rl.notices import lossy_run, nothing_drafted, shaped_law, warnings_told, weights_stale
+from paceline.rl.notices import (
+    lossy_run,
+    nothing_drafted,
+    rewards_unsafe,
+    sandbox_incomplete,
+    shaped_law,
+    warnings_told,
+    weights_stale,
+)
 from paceline.rl.policy import Policy
+from paceline.rl.prompts import checked_prompts, shared_prompts
 from paceline.rl.records import step_record, trace_rows
 from paceline.rl.rewards import Judge
+from paceline.rl.sandbox import isolation
 from paceline.rl.tasks.registry import make_task
-from paceline.rl.timing import Clock, stop_after_step
+from paceline.rl.timing import Clock
 from paceline.schema import PacelineError, Rollout, StepRecord
+from paceline.signals import StopRequest, stop_after_step, stop_at_once
+from paceline.terminal import printable
 
 OnEvent = Callable[[Event], None]
 
@@ -62,27 +75,34 @@ def train(
     Everything is written into ``config.out``: the effective configuration, ``metrics.jsonl``, ``rollouts.jsonl``,
     ``prompts.jsonl``, ``checkpoints/``, the trained policy under ``policy/`` and ``report.html``. With ``resume`` the
     run goes on from the newest whole checkpoint with the tokens that the unbroken run would have produced; with
-    ``overwrite`` a run in the folder is replaced. Ctrl-C ends the run after the step, with a checkpoint, by
-    KeyboardInterrupt. Raises PacelineError, one line, for what cannot be honoured.
+    ``overwrite`` a run in the folder is replaced. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 end the run after the step, with a
+    checkpoint, by StoppedBySignalError, which is a KeyboardInterrupt; a second one ends it at once. Raises
+    PacelineError, one line, for what cannot be honoured, FolderLockedError where another process has the folder.
     """
     tell = on_event or _nobody_listens
     out = Path(config.out).expanduser()
     check_trackers(config.track)
-    folder.claim(out, config, resume, overwrite)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    with warnings_told(tell) if on_event is not None else nullcontext():
-        run = Run(config, out, tell)
-        try:
-            if resume:
-                run.resume()
-            else:
-                run.warm_start()
-            with stop_after_step() as stopping:
-                run.steps(stopping)
-        finally:
-            run.close()
+    with stop_at_once(), folder.claimed(out, config, resume, overwrite) as left_by:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        with warnings_told(tell) if on_event is not None else nullcontext():
+            run = Run(config, out, tell)
+            try:
+                if left_by is not None and left_by.host != gethostname():
+                    tell(f"{left_by} had this run and did not release it; make sure that it has ended")
+                if resume:
+                    run.resume()
+                else:
+                    run.warm_start()
+                with stop_after_step() as stopping:
+                    run.steps(stopping)
+            finally:
+                run.close()
     return run.records
+
+
+class RunNotWrittenError(PacelineError, OSError):
+    """A file of the run cannot be written; the message is one line with its path."""
 
 
 class Run:
@@ -93,20 +113,31 @@ class Run:
         self.out = out
         self.tell = tell
         self.records: list[StepRecord] = []
+        self._events: Counter[str] = Counter()
         self._next_step = 0
+        #: Steps that the newest checkpoint holds.
+        self._saved = 0
         self._told_until = time.time()
         tasks = {name: make_task(name, task, config.seed) for name, task in config.tasks.items()}
+        for name, task in tasks.items():  # before the policy is loaded, which takes longer
+            shared = shared_prompts(name, checked_prompts(name, task, "train"), checked_prompts(name, task, "eval"))
+            self._warn_if("prompts_shared", shared)
         # The judges fork their workers here, while this process is still small.
-        self._judges = {name: Judge(task, name=name, seconds=config.rl.reward_seconds) for name, task in tasks.items()}
+        self._judges = {
+            name: Judge(task, name=name, seconds=config.rl.reward_seconds, unsafe=config.tasks[name].unsafe)
+            for name, task in tasks.items()
+        }
         self.policy = Policy.load(config.policy, config.seed)
-        self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt)
-        self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt), config.rl, config.seed)
+        fit = self.policy.fit(config)
+        self._eval_items = load_items(tasks, "eval", self.policy.encode_prompt, fit)
+        self.curriculum = Curriculum(load_items(tasks, "train", self.policy.encode_prompt, fit), config.rl, config.seed)
+        for event, line in fit.notices().items():
+            self._warn(event, line)
         self.learner = make_learner(config, self.policy)
         own = (item.prompt.grammar for item in (*self.curriculum.items, *self._eval_items))
         grammars = [grammar for grammar in (config.sampling.grammar, *own) if grammar is not None]
         #: What shapes the rollouts: a grammar of the configuration, or that of a prompt.
         self._shaping = replace(config.sampling, grammar=grammars[0] if grammars else None)
-        self._events: Counter[str] = Counter()
         self._engine_events: dict[str, int] = {}
         self.trackers = Trackers(config, out, out / folder.TRACKERS, self._warn)
         self.fleet = make_fleet(config, self.policy, out, bool(grammars), self._warn)
@@ -125,13 +156,34 @@ class Run:
 
     # Steps
 
-    def steps(self, stopping: threading.Event) -> None:
-        """Run the steps that are left; after each, the files are complete up to it."""
+    def steps(self, stopping: StopRequest) -> None:
+        """Run the steps that are left; after each, the files are complete up to it.
+
+        RunNotWrittenError where the disk refuses a line of a file: each ends with a whole step then, and the report is
+        written if it can be. StoppedBySignalError where ``stopping`` was set: the step is finished and saved, or where
+        it failed then (a helper process may have been sent the signal too), the files end with the step before it.
+        """
+        try:
+            self._steps(stopping)
+        except (PacelineError, OSError, RuntimeError) as error:
+            if isinstance(error, FileError):
+                if self.records:
+                    self._report()
+                last = f"after step {self._next_step - 1}" if self._next_step else "before its first step is recorded"
+                raise RunNotWrittenError(f"{error}; the run ends {last}: make room and --resume it") from None
+            if not stopping.is_set():
+                raise
+            self._warn("step_not_finished", f"step {self._next_step} failed after the signal: {printable(error)}")
+            raise stopping.error() from error
+
+    def _steps(self, stopping: StopRequest) -> None:
         total = self.curriculum.steps
         self.tell(Plan(steps=total, done=self._next_step))
         self.trackers.open(self.records)
         self._warn_if("lossy", lossy_run(self.fleet.stats().lossy))
         self._warn_if("law_shaped", shaped_law(self._shaping))
+        self._warn_if("rewards_unsafe", rewards_unsafe(self.config.tasks))
+        self._warn_if("sandbox_incomplete", sandbox_incomplete(self.config.tasks, isolation()))
         speculative = getattr(getattr(self.fleet, "engine", None), "speculative", None)
         if speculative is not None:
             self.tell(f"vLLM speculates with {', '.join(f'{key}={value}' for key, value in speculative.items())}")
@@ -145,9 +197,15 @@ class Run:
         if self._next_step < total:
             with MetricsWriter(self.out / folder.METRICS) as metrics, TraceWriter(self.out / folder.ROLLOUTS) as trace:
                 for step in range(self._next_step, total):
+                    if stopping.is_set():  # within the evaluation before the first step, or a save
+                        self._stop(stopping)
                     record, rows = self._step(step)
                     trace.write(rows)
-                    metrics.write([record])
+                    try:
+                        metrics.write([record])
+                    except FileError:
+                        trace.undo()
+                        raise
                     self.records.append(record)
                     self._next_step = step + 1
                     stop, every = stopping.is_set(), self.config.checkpoint.every
@@ -156,11 +214,18 @@ class Run:
                     self.tell(record)
                     self.trackers.record(record)
                     if stop and step + 1 < total:
-                        self._report()
-                        raise KeyboardInterrupt
+                        self._stop(stopping)
         self._save_policy()
         self.cotraining.write(self.out)
         self._report()
+
+    def _stop(self, stopping: StopRequest) -> NoReturn:
+        """End the run between two steps: what is done is saved and reported."""
+        if self.records:
+            if self._saved != self._next_step:
+                self.save()
+            self._report()
+        raise stopping.error()
 
     def _step(self, step: int) -> tuple[StepRecord, list[TraceRow]]:
         config, clock = self.config, Clock()
@@ -310,12 +375,13 @@ class Run:
             warn=self._warn,
         )
         if saved is not None:
+            self._saved = self._next_step
             checkpoint.prune(self.out / folder.CHECKPOINTS, self.config.checkpoint.keep)
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint; lines of steps after it are taken out of the files."""
         found = checkpoint.load_latest(self.out / folder.CHECKPOINTS, warn=self._warn)
-        self._next_step = 0 if found is None else found.step
+        self._next_step = self._saved = 0 if found is None else found.step
         for name in (folder.METRICS, folder.ROLLOUTS, folder.TIMELINE):
             if (self.out / name).is_file():
                 truncate_from(self.out / name, self._next_step)

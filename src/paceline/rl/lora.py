@@ -4,8 +4,7 @@ An adapted weight is W + (alpha / r) B A (Hu et al. 2021). Nothing here loads a 
 """
 
 import json
-import os
-import tempfile
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,19 +15,22 @@ from msgspec.structs import replace
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.config import LoraConfig, PolicyConfig
+from paceline.files import files_replaced, named, read_json_object
 from paceline.forward.layers import decoder_layers
+from paceline.forward.model_files import about, check_finite, foreign, read_tensors
 from paceline.forward.sharding import gathered, placed
 from paceline.rl.models import ModelError
+from paceline.terminal import printable
 
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHTS, _CONFIG, _PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
+_MAX_CONFIG_BYTES = 16 << 20
 # Settings of an adapter that change what its tensors mean, and that are not supported here.
 _PLAIN = {
     "use_dora": False,
@@ -106,10 +108,8 @@ def unfold(config: PolicyConfig) -> PolicyConfig:
         return config
     if config.adapter is not None:
         raise ModelError(f"policy.path={config.path} is an adapter itself; leave policy.adapter out, or name its model")
-    try:
-        base = json.loads(settings_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"policy.path={config.path}: cannot read {_CONFIG}: {_one_line(error)}") from None
+    with about(f"policy.path={named(config.path)}"):
+        base = read_json_object(settings_file, _MAX_CONFIG_BYTES).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(
             f"policy.path={config.path}: the adapter names no base model; set policy.path to that model and "
@@ -124,29 +124,55 @@ def read_adapter(directory: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     ``layers`` of the result counts the adapted layers (0: all). Raises ModelError for anything missing, unreadable, or
     of a kind of adapter that is not plain LoRA.
     """
-    if not directory.is_dir():
-        raise ModelError(f"policy.adapter={directory}: no such directory; `paceline warmup` makes one")
-    try:
-        settings: dict[str, Any] = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(directory / _WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"policy.adapter={directory}: cannot read {_CONFIG} and {_WEIGHTS}: {_one_line(error)}; "
-            f"make the adapter anew"
-        ) from None
+    where = f"policy.adapter={named(directory)}"
+    with about(where):
+        return _read_adapter(directory, where)
+
+
+def _read_adapter(directory: Path, where: str) -> tuple[LoraConfig, dict[str, Tensor]]:
+    with foreign(where):
+        if not directory.is_dir():
+            raise ModelError(f"{where}: no such directory; `paceline warmup` makes one")
+    settings = read_json_object(directory / _CONFIG, _MAX_CONFIG_BYTES)
+    if not (directory / _WEIGHTS).exists() and (directory / _PICKLE).exists():
+        raise ModelError(f"{where}: {_PICKLE} is a pickle, which is never loaded; save the adapter as safetensors")
+    tensors = read_tensors(directory / _WEIGHTS)
+    shape = _shape(settings, f"{where}: {_CONFIG}")
+    check_finite(tensors, f"{where}: {_WEIGHTS}")
+    for name, tensor in tensors.items():
+        # The adapter is made by the settings before its tensors are looked at.
+        if ".lora_A." in name and tensor.ndim == 2 and len(tensor) != shape.r:
+            raise ModelError(f"{where}: {printable(name)} has rank {len(tensor)}, and r={shape.r} in {_CONFIG}")
+    if shape.r > max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0):
+        raise ModelError(f"{where}: r={shape.r} in {_CONFIG}, and no tensor in {_WEIGHTS} is as large")
+    return shape, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _shape(settings: Mapping[str, Any], where: str) -> LoraConfig:
+    """The shape that a configuration of peft's says; ModelError, beginning with ``where``, by the key that is wrong."""
+
+    def check(key: str, is_good: bool, wanted: str) -> None:
+        if not is_good:
+            raise ModelError(f"{where}: {key}={printable(settings.get(key), 80)}: must be {wanted}")
+
     for key, plain in _PLAIN.items():
         if settings.get(key) not in (plain, None):
-            raise ModelError(f"policy.adapter={directory}: {key}={settings[key]!r} is not plain LoRA")
-    targets = settings.get("target_modules")
-    if not isinstance(targets, list) or not targets:
-        raise ModelError(f"policy.adapter={directory}: target_modules must be a list of module names, got {targets!r}")
-    shape = LoraConfig(
-        r=settings["r"],
-        alpha=float(settings["lora_alpha"]),
-        layers=len(settings.get("layers_to_transform") or ()),
-        targets=tuple(sorted(targets)),
+            raise ModelError(f"{where}: {key}={printable(settings[key], 80)} is not plain LoRA")
+    kind, targets, alpha = settings.get("peft_type", "LORA"), settings.get("target_modules"), settings.get("lora_alpha")
+    layers, rank = settings.get("layers_to_transform"), settings.get("r")
+    check("peft_type", kind in ("LORA", None), "LORA")
+    check("r", type(rank) is int and 0 < rank < 1 << 31, "a whole number above 0")
+    check("lora_alpha", type(alpha) in (int, float) and 0 < alpha < math.inf, "a number above 0")  # type: ignore[operator]
+    is_names = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
+    check("target_modules", bool(is_names), "a list of module names")
+    numbers = [layers] if type(layers) is int else [] if layers is None else layers
+    is_layers = isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+    check("layers_to_transform", is_layers, "a list of layers' numbers")
+    assert isinstance(rank, int)
+    assert isinstance(numbers, list)
+    return LoraConfig(
+        r=rank, alpha=float(alpha or 0), layers=len(set(numbers)), targets=tuple(sorted(set(targets or ())))
     )
-    return shape, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def warm_start(model: nn.Module, config: LoraConfig, directory: Path) -> None:
@@ -191,19 +217,11 @@ def write_adapter(model: PeftModel, directory: Path, base: str | None, dtype: to
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as scratch:
-        fresh = Path(scratch)
+    with files_replaced(directory) as fresh:
         (fresh / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(settings, indent=2, sort_keys=True, default=_as_json)
         (fresh / _CONFIG).write_text(text + "\n", encoding="utf-8")
-        for name in (_WEIGHTS, _CONFIG):
-            os.replace(fresh / name, directory / name)
 
 
 def _as_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -1,9 +1,11 @@
 """What a run says of its own accord: laws that differ, drafts that never come, settings that bend the law."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from paceline.config import TaskConfig
+from paceline.rl.sandbox import Isolation
 from paceline.schema import EngineStats, SamplingParams
 
 
@@ -48,6 +50,18 @@ def lossy_run(settings: Sequence[str]) -> str | None:
     if not settings:
         return None
     return f"{', '.join(settings)}: tokens need not follow the policy's law; every metric and trace line says so"
+
+
+def rewards_unsafe(tasks: Mapping[str, TaskConfig]) -> str | None:
+    """Where rewards run with the user's rights because the configuration says so, of which tasks."""
+    names = ", ".join(name for name, task in tasks.items() if task.unsafe)
+    return f"{names}: unsafe is set, so these rewards run outside the sandbox, with your rights" if names else None
+
+
+def sandbox_incomplete(tasks: Mapping[str, TaskConfig], found: Isolation) -> str | None:
+    """Where rewards are confined by less than all of the sandbox, what they can do for want of the rest."""
+    lacks = found.lacks()
+    return "; ".join(lacks) if lacks and not all(task.unsafe for task in tasks.values()) else None
 
 
 #: More mismatch than rounding explains, in nats a token. Rounding gives 1e-9 to 1e-7 in float32, 1e-3 in bfloat16; a

@@ -10,18 +10,22 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import Config, PolicyConfig
 from paceline.cotrain.taps import Collector
 from paceline.drafters import PolicyTraits
+from paceline.files import files_replaced, named
 from paceline.forward.layers import checkpoint_layers
-from paceline.forward.pretrained import load_pretrained, no_progress_bars, one_line
+from paceline.forward.model_files import foreign, load_tokenizer, no_progress_bars
+from paceline.forward.pretrained import load_pretrained
 from paceline.forward.sharding import exchange, is_sharded, on_first_rank, saved
 from paceline.rl import lora
 from paceline.rl.models import SMOLLM2, ModelError, resolve_model
+from paceline.rl.prompts import Fit
 from paceline.rl.scoring import Scorer
 from paceline.schema import Tokens, as_tokens
+from paceline.terminal import printable
 
 
 class Policy:
@@ -115,17 +119,12 @@ class Policy:
         The template is used where the tokenizer has one and ``policy.chat`` is not false. Raises ModelError where
         ``policy.chat`` is true without a template, and for text without a single token.
         """
-        has_template = self.tokenizer.chat_template is not None
-        if self.config.chat and not has_template:
-            raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
-        if has_template and self.config.chat is not False:
-            turn = [{"role": "user", "content": text}]
-            ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = self.tokenizer(text)["input_ids"]
-        if not ids:
-            raise ModelError(f"prompt {text!r}: the tokenizer makes no token of it")
-        return as_tokens(ids)
+        return encode_prompt(self.tokenizer, self.config, text)
+
+    def fit(self, config: Config) -> Fit:
+        """Which prompts of a run of ``config`` this policy's engine can decode."""
+        traits = self.traits(config)
+        return fit_of(config, traits.context, traits.vocabulary_size)
 
     def decode(self, tokens: Tokens) -> str:
         """Text of ``tokens``, special tokens left out."""
@@ -144,7 +143,7 @@ class Policy:
             getattr(self.model.config, "eos_token_id", None),
         ):
             ids |= set(stated) if isinstance(stated, (list, tuple)) else {stated}
-        return tuple(sorted(int(i) for i in ids if i is not None))
+        return tuple(sorted(int(i) for i in ids if i is not None and i >= 0))
 
     def traits(self, config: Config) -> PolicyTraits:
         """What a model that drafts for this policy in a run of ``config`` must know."""
@@ -200,10 +199,14 @@ class Policy:
         lora.write_adapter(self.adapter, directory, None if local else self.config.path, dtype)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the merged model and its tokenizer as an ordinary transformers directory."""
-        with no_progress_bars():
-            self.engine_model().save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+        """Write the merged model and its tokenizer as an ordinary transformers directory.
+
+        FileWriteError where it cannot be written; what was there before is still whole then.
+        """
+        with files_replaced(directory) as fresh:
+            with no_progress_bars():
+                self.engine_model().save_pretrained(fresh)
+            self.tokenizer.save_pretrained(fresh)
 
     def logprobs(
         self,
@@ -215,6 +218,29 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """``Scorer.logprobs``: log-probability (with gradients) and entropy of every response token, each (N,)."""
         return self.scorer.logprobs(prompts, responses, temperature, collector, wanted)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, config: PolicyConfig, text: str) -> Tokens:
+    """``Policy.encode_prompt`` without the model."""
+    has_template = tokenizer.chat_template is not None
+    if config.chat and not has_template:
+        raise ModelError("policy.chat=true: this tokenizer has no chat template; set policy.chat=false")
+    quoted = f"prompt {printable(repr(text), 80)}"
+    if has_template and config.chat is not False:
+        turn = [{"role": "user", "content": text}]
+        with foreign(f"{quoted}: the chat template of policy.path={named(config.path)} fails"):
+            ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    else:
+        with foreign(f"{quoted}: the tokenizer of policy.path={named(config.path)} fails"):
+            ids = tokenizer(text)["input_ids"]
+    if not ids:
+        raise ModelError(f"{quoted}: the tokenizer makes no token of it")
+    return as_tokens(ids)
+
+
+def fit_of(config: Config, context: int, vocabulary: int) -> Fit:
+    """Which prompts of a run of ``config`` fit: ``context`` positions (0: not known), ids below ``vocabulary``."""
+    return Fit(context, vocabulary, config.engine.kv_tokens, config.sampling.max_tokens, config.rl.overlong_prompts)
 
 
 def device_of(name: str) -> torch.device:
@@ -231,12 +257,7 @@ def device_of(name: str) -> torch.device:
 def _pretrained(source: Path | str, config: PolicyConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (on the CPU, so that a LoRA's random start is the same on every device) and tokenizer."""
     key, trust = "policy.path", config.trust_remote_code
-    try:
-        with no_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = one_line(error)
-        raise ModelError(f"{key}={config.path}: cannot be loaded as a causal language model: {reason}") from None
+    tokenizer = load_tokenizer(source, f"{key}={named(config.path)}", trust)
     return load_pretrained(source, key, config.path, config.dtype, trust), tokenizer
 
 

@@ -9,6 +9,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from paceline.files import files_replaced
+from paceline.forward.modes import evaluating, keeping_modes
+from paceline.rl.rewards import score_all
 from paceline.rl.tasks.base import Prompt, Task
 
 PAD, BOS, SEP, EOS = range(4)
@@ -89,17 +92,18 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 40) * max(0.05, 1 - step / steps)
     )
-    model.train()
-    for step in range(1, steps + 1):
-        ids_BT, mask_BT, labels_BT = batch(draw(), tokenizer, whole)
-        loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0:
-            progress(step, loss.item())
+    with keeping_modes(list(model.modules())):
+        model.train()
+        for step in range(1, steps + 1):
+            ids_BT, mask_BT, labels_BT = batch(draw(), tokenizer, whole)
+            loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % 50 == 0:
+                progress(step, loss.item())
 
 
 @torch.no_grad()
@@ -111,23 +115,33 @@ def mean_reward(
     samples: int,
     max_tokens: int = 112,
 ) -> float:
-    """The mean reward of ``samples`` answers to each prompt, at temperature 1 (greedy for one sample)."""
-    generate: Any = model.eval().generate
-    rewards = []
+    """The mean reward of ``samples`` answers to each prompt, at temperature 1 (greedy for one sample).
+
+    Answers are judged in a confined process; one whose reward fails counts 0.
+    """
+    generate: Any = model.generate
+    pairs = []
     for prompt in prompts:
         ids_BT = torch.tensor([tokenizer(prompt.text)["input_ids"]])
         how = {"do_sample": True, "top_k": 0, "num_return_sequences": samples} if samples > 1 else {"do_sample": False}
-        out_BT = generate(ids_BT, max_new_tokens=max_tokens, pad_token_id=PAD, **how)
+        with evaluating(model):
+            out_BT = generate(ids_BT, max_new_tokens=max_tokens, pad_token_id=PAD, **how)
         texts = tokenizer.batch_decode(out_BT[:, ids_BT.shape[1] :], skip_special_tokens=True)
-        rewards += [task.reward(prompt, text) for text in texts]
-    return sum(rewards) / len(rewards)
+        pairs += [(prompt, text) for text in texts]
+    return sum(scored.reward for scored in score_all(task, pairs)) / len(pairs)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the policy to ``out`` in half precision; ``model`` is float32 again afterwards, rounded."""
-    model.half().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    model.float()
+    """Write the policy to ``out`` in half precision; ``model`` is float32 again afterwards, rounded.
+
+    FileWriteError where it cannot be written; what was there before is still whole then.
+    """
+    try:
+        with files_replaced(out) as fresh:
+            model.half().save_pretrained(fresh)
+            tokenizer.save_pretrained(fresh)
+    finally:
+        model.float()
 
 
 def seeded(seed: int) -> random.Random:

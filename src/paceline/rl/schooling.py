@@ -19,12 +19,13 @@ from paceline.cotrain.documents import Document
 from paceline.cotrain.taps import LEAST_RESPONSE, Collector
 from paceline.cotrain.trainer import Trainer
 from paceline.drafters.heads import Head
-from paceline.report.trace import PromptRow, TraceWriter, read_prompts, read_trace, trace_row, write_prompts
+from paceline.files import write_atomically
+from paceline.report.trace import PromptRow, read_prompts, read_trace, trace_row, write_prompts
 from paceline.rl import checkpoint
 from paceline.rl.curriculum import Item, rollout_requests
 from paceline.rl.drafting import FOLDER, OPTIMISER, WEIGHTS, drafting_model, write_drafter
 from paceline.rl.engine import make_engine
-from paceline.rl.folder import CHECKPOINTS, EXPORT, PROMPTS, ROLLOUTS
+from paceline.rl.folder import CHECKPOINTS, EXPORT, PROMPTS, ROLLOUTS, made_and_locked
 from paceline.rl.policy import Policy
 from paceline.rl.warmup import other_prompts
 from paceline.schema import PacelineError, Tokens, as_tokens, derive_seed
@@ -99,12 +100,22 @@ def school(
     After every epoch there is a checkpoint; with ``resume`` the training goes on from the newest one to the weights
     that the unbroken one would have come to. Raises SchoolingError, or another PacelineError, in one line.
     """
-    started = time.perf_counter()
-    if config.drafter.model_kind is None:
+    kind = config.drafter.model_kind
+    if kind is None:
         raise SchoolingError(
             f"drafter.kind={config.drafter.kind} has no model that could be trained; set drafter.kind=eagle3"
         )
-    _claim(out, resume, overwrite)
+    if resume and not _is_used(out):
+        raise SchoolingError(f"{out} holds no training to resume; start it without --resume")
+    with made_and_locked(out, "paceline draft train"):
+        _claim(out, resume, overwrite)
+        return _school(config, kind, schooling, out, resume, progress, tell)
+
+
+def _school(
+    config: Config, kind: str, schooling: Schooling, out: Path, resume: bool, progress: Progress | None, tell: Tell
+) -> SchoolingResult:
+    started = time.perf_counter()
     if config.learner_ranks > 1:
         tell("parallel and cluster.learner_workers are of paceline train; before a run one process trains the drafter")
     if config.threads:
@@ -144,7 +155,7 @@ def school(
     result = SchoolingResult(
         out=str(out),
         drafter=str(out / FOLDER),
-        kind=config.drafter.model_kind,
+        kind=kind,
         rollouts=len(taught),
         held_out=len(judged),
         tokens=int(sum(len(row.tokens) for row in taught)),
@@ -152,7 +163,7 @@ def school(
         marks=marks,
         seconds=time.perf_counter() - started,
     )
-    (out / _RESULT).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    write_atomically(out / _RESULT, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return result
 
 
@@ -235,11 +246,7 @@ def _sample(config: Config, schooling: Schooling, policy: Policy, out: Path, tel
         out / PROMPTS,
         [PromptRow(prompt_id=i.prompt.prompt_id, task=i.task, tokens=i.tokens.tolist()) for i in items],
     )
-    part = out / f"{ROLLOUTS}.part"
-    part.unlink(missing_ok=True)
-    with TraceWriter(part) as trace:
-        trace.write(rows)
-    part.replace(out / ROLLOUTS)
+    write_atomically(out / ROLLOUTS, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _split(rows: Sequence[_Row], share: float) -> tuple[list[_Row], list[_Row]]:
@@ -291,14 +298,14 @@ class _Reader:
 # Files
 
 
+def _is_used(out: Path) -> bool:
+    return (out / CHECKPOINTS).is_dir() or (out / ROLLOUTS).is_file() or (out / FOLDER).is_dir()
+
+
 def _claim(out: Path, resume: bool, overwrite: bool) -> None:
-    holds = (out / CHECKPOINTS).is_dir() or (out / ROLLOUTS).is_file() or (out / FOLDER).is_dir()
-    if resume and not holds:
-        raise SchoolingError(f"{out} holds no training to resume; start it without --resume")
-    if holds and not resume and not overwrite:
+    if _is_used(out) and not resume and not overwrite:
         raise SchoolingError(f"{out} is used already; --resume it, --overwrite it, or give another --out")
     try:
-        out.mkdir(parents=True, exist_ok=True)
         if overwrite and not resume:
             for name in (ROLLOUTS, PROMPTS, _RESULT):
                 (out / name).unlink(missing_ok=True)

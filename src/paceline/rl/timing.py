@@ -1,11 +1,6 @@
-"""When a step's time goes where, and how a run is asked to stop."""
+"""Where a step's time goes."""
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
 
 from paceline.report.timeline import WAIT
 from paceline.schema import Span
@@ -41,35 +36,3 @@ class Clock:
             for phase, start, seconds in laps + self._laps
             if seconds > 0
         ]
-
-
-@contextmanager
-def stop_after_step() -> Iterator[threading.Event]:
-    """The first Ctrl-C asks the run to stop after its step; a second one interrupts at once."""
-    stopping = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopping
-        return
-
-    def ask(*_: object) -> None:
-        if stopping.is_set():
-            raise KeyboardInterrupt
-        stopping.set()
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield stopping
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started within it hear no Ctrl-C: it is for the loop, which ends the step with their help."""
-    # multiprocessing unblocks the signal where it starts its tracker, so that is started before.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -13,9 +13,13 @@ import msgspec
 import torch
 
 from paceline.config import Config, ConfigError, TaskConfig
+from paceline.files import named
+from paceline.forward.model_files import foreign
 from paceline.forward.optimiser import Optimiser
 from paceline.rl import packing
+from paceline.rl.folder import made_and_locked
 from paceline.rl.policy import Policy
+from paceline.rl.prompts import checked_prompts
 from paceline.rl.tasks import Prompt, Task, make_task
 from paceline.schema import Tokens, as_tokens, derive_seed
 
@@ -50,14 +54,19 @@ def warmup(
 
     With LoRA ``out`` becomes a peft adapter directory (float16), without it a model directory. The loss is the mean
     negative log-likelihood of the answers' tokens, their end included; prompts have none. Raises ConfigError where a
-    task has no reference answers, the policy no end token, or ``out`` cannot be written.
+    task has no reference answers or the policy no end token; RunExistsError where ``out`` cannot be written, and
+    FolderLockedError where another process has it.
     """
+    directory = Path(config.out).expanduser() if out is None else out
+    # Before the training: a folder that cannot be written, or is in use, is better refused now than after it.
+    with made_and_locked(directory, "paceline warmup"):
+        return _warmup(config, steps, batch, lr, directory, progress)
+
+
+def _warmup(
+    config: Config, steps: int, batch: int, lr: float, directory: Path, progress: Progress | None
+) -> WarmupResult:
     started = time.perf_counter()
-    directory = Path(config.out) if out is None else out
-    try:
-        directory.mkdir(parents=True, exist_ok=True)  # better now than after the training
-    except OSError as error:
-        raise ConfigError(f"out={directory}: cannot be made: {error.strerror}; choose another folder") from None
     policy = Policy.load(config.policy, config.seed)
     prompts, answers, reused = _examples(config, policy, steps * batch)
     optimiser = Optimiser(policy.trainable(), lr, max_grad_norm=config.rl.max_grad_norm)
@@ -67,11 +76,12 @@ def warmup(
         losses.append(_step(policy, optimiser, [prompts[row] for row in rows], [answers[row] for row in rows], config))
         if progress is not None:
             progress(step + 1, steps, losses[-1])
-    if policy.adapter is not None:
-        # Half the size; the rounding is far below what one update changes.
-        policy.save_adapter(directory, torch.float16)
-    else:
-        policy.save_pretrained(directory)
+    with foreign(f"out={named(directory)}: cannot be written"):
+        if policy.adapter is not None:
+            # Half the size; the rounding is far below what one update changes.
+            policy.save_adapter(directory, torch.float16)
+        else:
+            policy.save_pretrained(directory)
     return WarmupResult(
         out=str(directory),
         kind="model" if policy.adapter is None else "adapter",
@@ -122,13 +132,17 @@ def _examples(config: Config, policy: Policy, wanted: int) -> tuple[list[Tokens]
 def other_prompts(name: str, settings: TaskConfig, seed: int, wanted: int) -> tuple[Task, list[Prompt], int]:
     """Up to ``wanted`` training prompts that the run does not use; only where there are none, those that it does."""
     task = make_task(name, settings, seed)
-    used = {prompt.text for split in ("train", "eval") for prompt in task.prompts(split)}
+    used = {prompt.text for split in ("train", "eval") for prompt in checked_prompts(name, task, split)}
     larger = _largest_task(name, settings, seed, wanted)
-    fresh = [prompt for prompt in larger.prompts("train") if prompt.text not in used] if larger is not None else []
+    fresh = (
+        [prompt for prompt in checked_prompts(name, larger, "train") if prompt.text not in used]
+        if larger is not None
+        else []
+    )
     if fresh:
         return task, fresh[:wanted], 0
     _LOG.warning("task %s has no training prompts beyond those of the run; the warm-up uses the same ones", name)
-    again = list(task.prompts("train"))[:wanted]
+    again = checked_prompts(name, task, "train")[:wanted]
     return task, again, len(again)
 
 

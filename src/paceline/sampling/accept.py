@@ -10,7 +10,7 @@ Under ``rejection`` and ``block`` the children that were drawn from a law are de
 sample is then taken from what remains of the policy's law, with the same noise, and point masses follow it as before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +24,8 @@ from paceline.sampling.choose import DraftLawError as DraftLawError
 from paceline.sampling.keyed import block_logsumexp, greedy_sample, keyed_sample
 from paceline.sampling.noise import draft_position, signed64
 from paceline.sampling.processors import Prefix, Spec, process
-from paceline.sampling.rows import Layout
+from paceline.sampling.rows import Layout, check_drafts
+from paceline.sampling.rows import MalformedDraftError as MalformedDraftError
 from paceline.sampling.rows import VerifyRow as VerifyRow
 from paceline.sampling.rows import chain_parents as chain_parents
 from paceline.sampling.rows import depths as depths
@@ -35,7 +36,14 @@ Acceptance = Literal["coupled", "rejection", "block"]
 
 
 class LogitsError(PacelineError):
-    """The policy produced logits that no distribution has; nothing of the pass is emitted."""
+    """The policy produced logits that no distribution has; nothing of the pass is emitted.
+
+    ``failures`` has one line for each request that failed, by its id.
+    """
+
+    def __init__(self, failures: Mapping[str, str]) -> None:
+        super().__init__(next(iter(failures.values())))
+        self.failures = dict(failures)
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,13 @@ def accept(
     """Decide a verifying pass: one ``Verdict`` per row.
 
     ``logits_NV`` holds, row after row, the raw logits at the root (the last committed token) and at each drafted node.
-    Under ``coupled`` acceptance laws of drafts are not looked at. Raises LogitsError, naming request and response
-    position, where an emitted position has NaN or infinite logits or no token left to sample (positions that are not
-    emitted do not matter), and DraftLawError where a law excludes the token that was drawn from it or is not one.
+    Under ``coupled`` acceptance laws of drafts are not looked at. A position with NaN or infinite logits, or no token
+    left to sample, ends what a row emits before it, as plain decoding would; nothing behind it matters. Raises
+    LogitsError, naming request and response position, for each row of which that is the first position;
+    DraftLawError where a law excludes the token that was drawn from it or is not one; and MalformedDraftError for a
+    draft that is none: ids outside the vocabulary, parents that are not earlier nodes, arrays of other lengths.
     """
+    check_drafts(rows, logits_NV.shape[-1], with_laws=acceptance != "coupled")
     layout = Layout(rows)
     total = len(layout.row_N)
     if logits_NV.shape[0] != total:
@@ -103,19 +114,25 @@ def accept(
     # One transfer for everything that the host needs.
     columns = [column.double() for column in (margin_N, processed_N, raw_N, sample_N, sound_N, kept_N)]
     margin, processed, raw, sample, sound, kept = torch.stack(columns).cpu().numpy()
-    verdicts = []
+    verdicts: list[Verdict] = []
+    failures: dict[str, str] = {}
     for index, row in enumerate(rows):
         start, stop = layout.starts[index], layout.starts[index + 1]
         nodes = np.flatnonzero(kept[start:stop]) + start
         last = int(nodes[layout.depth_N[nodes].argmax()])
         path = np.array(layout.path(last), dtype=np.int64)
         emitted = np.concatenate([[start], path])
-        if not sound[emitted].all():
-            where = len(row.response) + int(np.flatnonzero(sound[emitted] == 0)[0])
-            raise LogitsError(
-                f"request {row.request_id}, response position {where}: the policy's logits are NaN or infinite, or its "
-                "processors leave no token; nothing of this pass was emitted. Check the weights and the parameters"
-            )
+        unsound = np.flatnonzero(sound[emitted] == 0)
+        if len(unsound):
+            if unsound[0] == 0:
+                failures[row.request_id] = (
+                    f"request {row.request_id}, response position {len(row.response)}: the policy's logits are NaN or "
+                    "infinite, or its processors leave no token; nothing of this pass was emitted. Check the weights "
+                    "and the parameters"
+                )
+                continue
+            emitted = emitted[: unsound[0]]
+            path = emitted[1:]
         verdicts.append(
             Verdict(
                 tokens=sample[emitted].astype(np.int32),
@@ -125,6 +142,8 @@ def accept(
                 margins=margin[emitted],
             )
         )
+    if failures:
+        raise LogitsError(failures)
     return verdicts
 
 

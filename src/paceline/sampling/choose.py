@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.sampling import kernels
@@ -45,9 +46,11 @@ def choose(
     """Decide about the drawn nodes of a pass; ``logits_NV`` are processed, ``blocks_NG`` their block sums.
 
     With ``blockwise`` chains are decided as a whole, trees node by node as without. ``key_N`` are the nodes'
-    ``noise.draft_position``s. Raises DraftLawError.
+    ``noise.draft_position``s. A draft ends where the policy has no distribution: nothing can be emitted behind such a
+    position, so nodes below it are not looked at. Raises DraftLawError.
     """
     device, total = logits_NV.device, len(layout.row_N)
+    is_open_N = _open(blocks_NG, layout)
     choice = Choice(
         taken_N=torch.full((total,), -1, dtype=torch.int64, device=device),
         follows_N=torch.ones(total, dtype=torch.bool, device=device),
@@ -59,7 +62,9 @@ def choose(
     for as_block, chosen in ((True, in_block), (False, [a and not b for a, b in zip(is_soft, in_block, strict=True)])):
         if not any(chosen):
             continue
-        soft = soft_nodes(rows, layout, np.flatnonzero(chosen), logits_NV.shape[1], points=as_block)
+        soft = soft_nodes(rows, layout, np.flatnonzero(chosen), logits_NV.shape[1], as_block, is_open_N)
+        if not len(soft.node_M):
+            continue
         chains = (layout.row_N[soft.node_M], layout.depth_N[soft.node_M]) if as_block else None
         laws = _laws(logits_NV, blocks_NG, soft, chains)
         _check(laws.log_accept_M, soft, rows, layout)
@@ -87,8 +92,28 @@ def choose(
     return choice
 
 
-def soft_nodes(rows: Sequence[VerifyRow], layout: Layout, chosen: Indices, vocabulary: int, points: bool) -> SoftNodes:
-    """The drawn nodes of the ``chosen`` rows; with ``points`` their point masses too, as law -1."""
+def _open(blocks_NG: torch.Tensor, layout: Layout) -> npt.NDArray[np.bool_]:
+    """Which positions have a distribution of the policy's, and none above them lacks one; (N,)."""
+    found: npt.NDArray[np.bool_] = torch.logsumexp(blocks_NG.double(), dim=-1).isfinite().cpu().numpy()
+    if not found.all():
+        for depth in range(1, int(layout.depth_N.max()) + 1):
+            level = np.flatnonzero(layout.depth_N == depth)
+            found[level] &= found[layout.parent_N[level]]
+    return found
+
+
+def soft_nodes(
+    rows: Sequence[VerifyRow],
+    layout: Layout,
+    chosen: Indices,
+    vocabulary: int,
+    points: bool,
+    is_open_N: npt.NDArray[np.bool_] | None = None,
+) -> SoftNodes:
+    """The drawn nodes of the ``chosen`` rows; with ``points`` their point masses too, as law -1.
+
+    Those below positions that are not open are left out.
+    """
     nodes, laws_of, laws, held = [], [], [], 0
     for index in chosen:
         row, start = rows[index], int(layout.starts[index]) + 1
@@ -105,6 +130,8 @@ def soft_nodes(rows: Sequence[VerifyRow], layout: Layout, chosen: Indices, vocab
                 f"{MOST_SOFT_NODES}, lower the budget"
             )
         kept = np.arange(len(row.tokens)) if points else np.flatnonzero(row.law_of >= 0)
+        if is_open_N is not None:
+            kept = kept[is_open_N[layout.parent_N[start + kept]]]
         nodes.append(start + kept)
         laws_of.append(np.where(row.law_of[kept] < 0, -1, row.law_of[kept].astype(np.int64) + held))
         laws.append(row.laws)

@@ -8,7 +8,11 @@ import numpy.typing as npt
 import torch
 
 from paceline.sampling.processors import Spec
-from paceline.schema import Tokens
+from paceline.schema import DraftLawError, PacelineError, Tokens
+
+
+class MalformedDraftError(PacelineError, ValueError):
+    """A draft that no verifier can look at: ids that are no tokens, or a tree that is none."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,45 @@ class VerifyRow:
         """Whether nodes were drawn from laws that matter: a greedy row has one right token, whoever drew it."""
         drawn = self.law_of is not None and bool((self.law_of >= 0).any())
         return drawn and self.spec.params.temperature > 0
+
+
+def check_drafts(rows: Sequence[VerifyRow], vocabulary: int, *, with_laws: bool) -> None:
+    """Raise MalformedDraftError, or DraftLawError for its laws, for the first draft that cannot be verified."""
+    for row in rows:
+        is_empty = not len(row.tokens) and not len(row.parents)
+        if is_empty and row.law_of is None:
+            continue
+        wrong = None if is_empty else _fault(row, vocabulary)
+        if wrong is not None:
+            raise MalformedDraftError(f"request {row.request_id}: its draft's {wrong}")
+        if row.law_of is None or not with_laws:
+            continue
+        held = len(row.laws) if isinstance(row.laws, torch.Tensor) and row.laws.ndim else 0
+        law_of = np.asarray(row.law_of)
+        if law_of.shape != np.shape(row.tokens) or law_of.dtype.kind not in "iu":
+            raise DraftLawError(
+                f"request {row.request_id}: the draft's law_of must name a row of its laws for each node"
+            )
+        if ((law_of < -1) | (law_of >= held)).any():
+            raise DraftLawError(
+                f"request {row.request_id}: the draft's law_of names rows {law_of.min()} to {law_of.max()} of {held} "
+                "laws; it must name the row that each node was drawn from, or -1"
+            )
+
+
+def _fault(row: VerifyRow, vocabulary: int) -> str | None:
+    """What is wrong with the tokens or the parents of a draft."""
+    tokens, parents = np.asarray(row.tokens), np.asarray(row.parents)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        return f"tokens must be a list of integers, got shape {tokens.shape} of {tokens.dtype}"
+    if parents.shape != tokens.shape or parents.dtype.kind not in "iu":
+        return f"parents must be one integer a token, got shape {parents.shape} of {parents.dtype} for {len(tokens)}"
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        outside = tokens.min() if tokens.min() < 0 else tokens.max()
+        return f"token {outside} is outside the policy's vocabulary of {vocabulary}"
+    if parents.min() < -1 or (parents >= np.arange(len(parents))).any():
+        return "parents must come before their children, with -1 for the root"
+    return None
 
 
 class Layout:

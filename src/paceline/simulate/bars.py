@@ -5,6 +5,7 @@ from pathlib import Path
 
 from paceline.schema import PacelineError
 from paceline.simulate.plot import COLOURS, STYLE
+from paceline.terminal import printable
 
 
 def write_bars(
@@ -32,7 +33,14 @@ def write_bars(
         for index, kind in enumerate(kinds):
             values = [parts[kind] for parts in rows.values()]
             colour, hatch = COLOURS[index % len(COLOURS)], None if index < len(COLOURS) else "///"
-            bars = axes.barh(list(rows), values, left=left, label=kind, color=colour, height=0.62)
+            bars = axes.barh(
+                [printable(row, 80) for row in rows],
+                values,
+                left=left,
+                label=printable(kind, 80),
+                color=colour,
+                height=0.62,
+            )
             for bar in bars if hatch else ():
                 bar.set(hatch=hatch, edgecolor="white", linewidth=0)
             left = [before + value for before, value in zip(left, values, strict=True)]
@@ -41,7 +49,7 @@ def write_bars(
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         axes.set_xlabel(unit)
-        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_title(printable(title, 80), fontsize=11, loc="left")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         try:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from paceline.files import named
 from paceline.report.trace import read_prompts
-from paceline.schema import PacelineError, RolloutRequest, SamplingParams, Tokens
+from paceline.schema import RolloutRequest, SamplingParams, Tokens
 from paceline.simulate.chats import ChatTemplateError, Renderer
 from paceline.simulate.files import RUN_ROLLOUTS, LogError, Warn, log_files, read_rows
 from paceline.simulate.formats import MAX_TURNS, LeftOut, Turn, format_of, turns_of
@@ -252,15 +252,14 @@ def _prompts_beside(file: Path) -> dict[tuple[str, int], list[int]]:
 
 def pretrained_tokenizer(name: str) -> Any:
     """The tokenizer that ``--tokenizer`` names. Raises PacelineError where it cannot be loaded."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise PacelineError("--tokenizer needs transformers; pip install 'paceline[hf]'") from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = printable(str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
-        raise PacelineError(f"--tokenizer {name}: cannot be loaded: {reason}") from None
+    from paceline.forward.model_files import foreign
+    from paceline.forward.model_files import load_tokenizer as load
+
+    where = f"--tokenizer {named(name)}"
+    with foreign(where):
+        folder = Path(name).expanduser()
+        source = folder if folder.exists() else name
+    return load(source, where)
 
 
 @lru_cache(maxsize=1)

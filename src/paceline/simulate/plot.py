@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.schema import PacelineError
 from paceline.simulate.results import ReplayResult
+from paceline.terminal import printable
 
 COLOURS = ("#0d9488", "#4f46e5", "#d97706", "#e11d48", "#0284c7", "#65a30d", "#7c3aed", "#db2777")
 _GREY, _LINE = "#64748b", "#e2e8f0"
@@ -22,6 +23,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 2,
     "svg.hashsalt": "paceline",
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "xtick.color": _GREY,
     "xtick.major.size": 0,
     "ytick.color": _GREY,
@@ -47,7 +49,7 @@ def write_plot(result: ReplayResult, path: Path) -> None:
             for index, (drafter, found) in enumerate(trace.drafters.items()):
                 values = {epoch: value.tokens_per_forward for epoch, value in found.by_epoch.items()}
                 _curve(axes, drafter, values, COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else "--")
-            axes.set_title(name, fontsize=11)
+            axes.set_title(printable(name, 80), fontsize=11)
             axes.set_xlabel("epoch")
             axes.set_ylim(bottom=0)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -63,4 +65,11 @@ def write_plot(result: ReplayResult, path: Path) -> None:
 def _curve(axes: Any, name: str, values: dict[str, float], colour: str, dashes: str) -> None:
     known = [(int(epoch), value) for epoch, value in values.items() if math.isfinite(value)]
     marker = "o" if len(known) <= 48 else None
-    axes.plot(*zip(*known, strict=True), label=name, color=colour, linestyle=dashes, marker=marker, markersize=4)
+    axes.plot(
+        *zip(*known, strict=True),
+        label=printable(name, 80),
+        color=colour,
+        linestyle=dashes,
+        marker=marker,
+        markersize=4,
+    )

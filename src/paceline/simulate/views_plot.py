@@ -12,6 +12,7 @@ from paceline.schema import PacelineError
 from paceline.simulate.plot import STYLE
 from paceline.simulate.projected import draft_of
 from paceline.simulate.projection import Projection, verdict
+from paceline.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,7 @@ def write_views(result: Projection, seen: "Views", path: Path) -> None:
     with matplotlib.rc_context(style):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.03)
         figure = Figure(figsize=(16, 10), layout=layout, facecolor="white")
-        figure.suptitle(verdict(result), fontsize=15, fontweight="bold", x=0.012, ha="left")
+        figure.suptitle(printable(verdict(result)), fontsize=15, fontweight="bold", x=0.012, ha="left")
         halves = figure.add_gridspec(2, 1, height_ratios=(1.12, 1))
         widths = (2, 1, 1.08) if result.fading is not None else (2, 1)
         above = halves[0].subgridspec(1, len(widths), width_ratios=widths)
@@ -62,7 +63,9 @@ def write_views(result: Projection, seen: "Views", path: Path) -> None:
         for column, curve in enumerate(curves):
             _curve(figure.add_subplot(below[column]), curve, is_log=curve is seen.by_slots)
         _scale(figure.add_subplot(below[len(curves)]), seen, ink)
-        figure.supxlabel(_note(result, seen), fontsize=9, color=ink["muted"], x=0.012, ha="left")
+        figure.supxlabel(
+            printable(_note(result, seen), None, keep_lines=True), fontsize=9, color=ink["muted"], x=0.012, ha="left"
+        )
         fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         try:
             figure.savefig(path, dpi=_DPI, metadata=fixed)

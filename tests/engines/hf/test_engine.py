@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from paceline.config import BudgetConfig, EngineConfig
 from paceline.drafters import HistoryDrafter
 from paceline.engines.hf import HFEngine, RequestError, UnsupportedModelError, WeightsError
-from paceline.sampling.accept import LogitsError
 from paceline.schema import Draft, RolloutRequest, SamplingParams, as_tokens
 from scripted import ScriptedDrafter, oracle
 from tiny_models import VOCABULARY, tiny
@@ -311,17 +310,18 @@ def test_sources_say_where_each_token_came_from():
 # Events and refusals
 
 
-def test_unsound_logits_name_the_request_and_emit_nothing():
+def test_unsound_logits_end_the_request_by_name_and_emit_nothing():
     model = tiny()
     eng = engine(model)
     eng.submit([request("sick")])
     eng.step()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(LogitsError, match="request sick, response position 1"):
-        eng.step()
-    assert eng.stats().tokens_emitted == 1
-    assert len(eng._queue.running[0].response) == 1
+    (failed,) = eng.step()
+    assert failed.finish_reason == "error"
+    assert "request sick, response position 1: the policy's logits are NaN" in failed.error
+    assert len(failed.tokens) == eng.stats().tokens_emitted == 1
+    assert not eng.busy
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_unsound_logits_name_the_request_and_emit_nothing():
         ),
         (lambda: request(stop=("x",)), "give the engine `decode`"),
         (lambda: request(logit_bias={99: 1.0}), "logit_bias names token 99, outside the vocabulary"),
-        (lambda: request(bad_words=((1, -1),)), "bad_words names token -1, outside the vocabulary"),
+        (lambda: request(bad_words=((1, 99),)), "bad_words names token 99, outside the vocabulary"),
         (lambda: request(allowed_token_ids=(99,)), "allowed_token_ids names token 99"),
         (lambda: request(stop_token_ids=(99,)), "stop_token_ids names token 99"),
     ],

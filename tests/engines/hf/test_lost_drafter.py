@@ -80,9 +80,12 @@ def test_a_refit_brings_a_lost_drafter_back():
     assert stats.tokens_drafted > drafted
 
 
-def test_a_wrong_law_of_a_drafter_still_ends_the_pass():
-    with pytest.raises(DraftLawError, match="excluded"):
-        run(Failing("propose", 3, DraftLawError("token 3 is excluded")))
+def test_a_drafter_with_a_wrong_distribution_is_lost_and_changes_no_token(caplog):
+    _, plain = run(None)
+    engine, tokens = run(Failing("propose", 3, DraftLawError("token 3 is excluded")))
+    assert engine.stats().events["drafter_lost"] == 1
+    assert "drafter_lost: Failing: token 3 is excluded" in caplog.text
+    assert tokens == plain
 
 
 # In a process of its own

@@ -156,3 +156,24 @@ def test_what_was_begun_and_what_follows_are_one_record(cut):  # field G11, I3, 
         assert getattr(made, name).tolist() == getattr(expected, name).tolist()
     for name in ("text", "forwards", "drafted", "accepted"):
         assert getattr(made, name) == getattr(expected, name)
+
+
+def test_a_stop_string_from_before_min_tokens_ends_nothing_and_text_and_ids_agree():
+    row = answer(decode=lambda ids: "".join("abcdef"[i] for i in ids), stop="ab", min_tokens=3, max_tokens=6)
+    assert [row.take(delta([token]), 0) for token in (0, 1, 2, 3)] == [None] * 4
+    assert row.take(delta([0, 1, 5]), 0) == "stop"
+    rollout = row.rollout("stop", "processed", "other", 0.0)
+    assert (rollout.tokens.tolist(), rollout.text) == ([0, 1, 2, 3, 0, 1], "abcd")
+
+
+def test_a_response_that_cannot_be_decoded_is_handed_out_as_failed_with_what_it_has():
+    def decode(ids):
+        return {(3,): "x"}[tuple(ids)]
+
+    row = answer(decode=decode, stop="y")
+    assert row.take(delta([3]), 0) is None
+    with pytest.raises(KeyError):
+        row.take(delta([4]), 0)
+    failed = row.failed("request r, response position 1: KeyError", "processed")
+    assert (failed.finish_reason, failed.tokens.tolist(), failed.text) == ("error", [3], None)
+    assert failed.error == "request r, response position 1: KeyError"

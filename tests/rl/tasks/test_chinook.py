@@ -104,11 +104,6 @@ def test_rows_beyond_the_cap_are_not_read(shop):
     assert not run_query(shop, "SELECT name FROM artist", max_rows=3).cut
 
 
-def test_one_query_leaves_no_state_for_the_next(shop):
-    run_query(shop, "SELECT COUNT(*) FROM artist")
-    assert run_query(shop, "SELECT total_changes(), last_insert_rowid()").rows == [(0, 0)]
-
-
 def test_the_fixtures_records_become_rows_in_the_order_of_the_columns():
     records = [
         {"pk": 7, "model": "chinook.invoice", "fields": INVOICE},

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.schema import SOURCES, Draft, Outcome, PacelineError, Rollout, RolloutRequest, as_tokens
+from paceline.schema import CUT_SHORT, SOURCES, Draft, Outcome, PacelineError, Rollout, RolloutRequest, as_tokens
 
 PROMPT, SIBLING, HISTORY = (SOURCES.index(name) for name in ("prompt", "sibling", "history"))
 
@@ -94,7 +94,7 @@ class Baseline:
         """Responses are complete; aborted ones are not remembered."""
         for rollout in rollouts:
             live = self._live.pop(rollout.request_id)
-            self.end(live, rollout.tokens.tolist(), rollout.finish_reason != "abort")
+            self.end(live, rollout.tokens.tolist(), rollout.finish_reason not in CUT_SHORT)
 
     def absorb(self, rollouts: Sequence[Rollout]) -> None:
         """Responses that were decoded elsewhere, as if they had been said here at once."""

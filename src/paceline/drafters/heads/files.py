@@ -6,20 +6,27 @@ in ``eagle_config``, which SGLang reads, names k. vLLM falls back on the second 
 that has only the second means different layers to the two engines, and is refused.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import LlamaConfig
 
 from paceline.drafters.heads.base import HeadKind
-from paceline.files import aside_of, file_hash
-from paceline.forward.pretrained import ModelError, model_source, one_line
+from paceline.files import aside_of, file_hash, named, read_json_object
+from paceline.forward.model_files import (
+    ModelError,
+    check_finite,
+    check_settings,
+    check_token_ids,
+    foreign,
+    model_source,
+    no_progress_bars,
+    read_tensors,
+    weight_files,
+)
 from paceline.forward.taps import FINAL
 
 #: What paceline writes beside the engines' own files, last: who made it of what, and the hash of every other file.
@@ -81,13 +88,25 @@ def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
     """
     folder = _folder(path)
     metadata = _metadata(folder)
-    config = _json(folder / CONFIG)
-    if not isinstance(config, dict):
-        raise ModelError(f"{folder / CONFIG}: not a head's configuration")
+    config = read_json_object(folder / CONFIG)
     tensors = _tensors(folder)
+    with foreign(f"{named(folder / CONFIG)}: not a head's configuration"):
+        return _stored(folder, metadata, config, tensors, taps)
+
+
+def _stored(
+    folder: Path,
+    metadata: Mapping[str, Any],
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    taps: tuple[int, ...],
+) -> Stored:
+    """The head that these files hold; whatever is malformed may raise whatever it makes of it."""
     if "speculators_model_type" in config:
         config = {"norm_before_residual": True, **config, **config.get("transformer_layer_config", {})}
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    check_settings(config, folder / CONFIG, len(tensors))
+    check_token_ids(config, folder / CONFIG)
     kind = _kind(config, folder)
     if kind == "mtp":
         return Stored(kind, LlamaConfig(), (FINAL,), tensors, **_origin(metadata))
@@ -117,53 +136,48 @@ def _origin(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _folder(path: str | Path) -> Path:
-    folder = Path(path).expanduser()
-    if not folder.exists() and aside_of(folder).is_dir():
-        folder = aside_of(folder)  # a process was killed while it replaced the head
-    if folder.is_dir():
-        if not (folder / CONFIG).is_file():
-            raise ModelError(f"{path}: no {CONFIG} in this directory; give the directory of a head")
-        return folder
+    with foreign(named(path)):
+        folder = Path(path).expanduser()
+        if not folder.exists() and aside_of(folder).is_dir():
+            folder = aside_of(folder)  # a process was killed while it replaced the head
+        if folder.is_dir():
+            if not (folder / CONFIG).is_file():
+                raise ModelError(f"{named(path)}: no {CONFIG} in this directory; give the directory of a head")
+            return folder
     source = model_source(str(path), "drafter.head.path")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
+    with foreign(f"{named(path)}: cannot be fetched from the hub"), no_progress_bars():
         return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ModelError(f"{path}: cannot be fetched from the hub: {one_line(error)}") from None
 
 
 def _metadata(folder: Path) -> dict[str, Any]:
     """What paceline said of the directory, once every file has the hash that it had; empty where another wrote it."""
     if not (folder / METADATA).is_file():
         return {}
-    metadata: dict[str, Any] = _json(folder / METADATA)
-    for name, expected in metadata["files"].items():
-        if Path(name).name != name or not (folder / name).is_file() or file_hash(folder / name) != expected:
-            raise ModelError(f"{folder / name}: not the file that {METADATA} was written for; export the head again")
+    metadata = read_json_object(folder / METADATA)
+    files = metadata.get("files")
+    if not isinstance(files, dict):
+        raise ModelError(f"{named(folder / METADATA)}: lists no files; export the head again")
+    for name, expected in files.items():
+        with foreign(named(folder / name)):
+            is_whole = Path(name).name == name and (folder / name).is_file() and file_hash(folder / name) == expected
+        if not is_whole:
+            where = named(folder / name)
+            raise ModelError(f"{where}: not the file that {METADATA} was written for; export the head again")
+    with foreign(f"{named(folder / METADATA)}: not what a head was made for"):
+        _origin(metadata)
+        if not all(type(tap) is int for tap in metadata["taps"]):
+            raise ModelError(f"{named(folder / METADATA)}: taps must be numbers of layers")
     return metadata
 
 
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read: {one_line(error)}") from None
-
-
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / WEIGHTS_INDEX).is_file():
-        files = sorted({folder / name for name in _json(folder / WEIGHTS_INDEX)["weight_map"].values()})
-    if not files:
-        raise ModelError(f"{folder}: no safetensors file, and no other is ever loaded; convert the head's weights")
     found: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            found.update(safetensors.torch.load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file}: cannot be read: {one_line(error)}") from None
+    for file in weight_files(folder):
+        tensors = read_tensors(file)
+        check_finite({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, named(file))
+        found.update(tensors)
     return found
 
 

@@ -22,7 +22,9 @@ from paceline.schema import derive_seed
 def make_head(
     kind: HeadKind, config: HeadConfig, policy: PreTrainedModel, seed: int, counts: npt.NDArray[np.int64] | None = None
 ) -> Head:
-    """A head of ``kind``, bound to ``policy``, on its device and in ``config.dtype``; without gradients asked for.
+    """A head of ``kind``, bound to ``policy``, on its device and in ``config.dtype``.
+
+    It is in evaluation mode and no gradients are asked for.
 
     What starts at random is a function of ``seed``. ``counts``, (V,), say how often each token of the policy occurs,
     for the draft vocabulary. Raises ModelError for settings that the policy cannot meet and for files that do not fit.
@@ -38,7 +40,7 @@ def make_head(
         head = _eagle3(config, policy, seed, counts)
     head.bind(policy)
     head.to(device=policy.device, dtype=getattr(torch, config.dtype))
-    return head.requires_grad_(False)
+    return head.eval().requires_grad_(False)
 
 
 def choose_vocabulary(counts: npt.NDArray[np.int64] | None, size: int, policy: PreTrainedModel) -> Tensor | None:

@@ -151,6 +151,10 @@ def _parts(policy: PreTrainedModel) -> tuple[LlamaConfig, tuple[Any, Any, Any]]:
     config = copy.deepcopy(policy.config.get_text_config())
     config.num_hidden_layers = 1
     config.sliding_window = None
+    # A head learns from few documents, alike on all ranks and after a resume: it drops nothing out.
+    for key, value in list(vars(config).items()):
+        if "drop" in key and type(value) is float:
+            setattr(config, key, 0.0)
     # However the family says that a layer is full and dense.
     for key, value in (("layer_types", ["full_attention"]), ("mlp_only_layers", [0]), ("first_k_dense_replace", 1)):
         if hasattr(config, key):

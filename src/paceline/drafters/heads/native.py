@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from paceline.drafters.heads.mtp import Layout, MtpHead, layouts
-from paceline.forward.pretrained import ModelError, one_line
+from paceline.forward.model_files import ModelError, check_finite, opened_weights
 from paceline.forward.runner import WeightsError
 
 _FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -61,14 +60,12 @@ def _tensors(policy: PreTrainedModel, folder: Path, where: str) -> tuple[Layout,
     found: dict[str, dict[str, Tensor]] = {}
     known = layouts(policy)
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  it is no mapping
-                    for family, layout in known.items():
-                        if name.startswith(layout.prefix) and not name.endswith(_SHARED):
-                            found.setdefault(family, {})[name] = opened.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{where}: {file.name} cannot be read: {one_line(error)}") from None
+        with opened_weights(file) as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no mapping
+                for family, layout in known.items():
+                    if name.startswith(layout.prefix) and not name.endswith(_SHARED):
+                        found.setdefault(family, {})[name] = opened.get_tensor(name)
     for family, tensors in found.items():
+        check_finite(tensors, where)
         return known[family], tensors
     return None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.budget.controller import BudgetController, Plan
 from paceline.budget.steptime import StepTimeTable
@@ -21,6 +21,7 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.guarded import GuardedDrafter
 from paceline.engines.drive import generate
 from paceline.engines.guard import check_lossless, verification
+from paceline.engines.hf.faults import CacheLostError, RowError, failures_of, line
 from paceline.engines.hf.observed import Observed
 from paceline.engines.hf.queue import Queue
 from paceline.engines.hf.row import Row
@@ -29,13 +30,26 @@ from paceline.engines.hf.verifying import Verifier, verify
 from paceline.engines.hf.watch import Watch
 from paceline.engines.intake import Limits, default_eos_ids, expand, start_grammar
 from paceline.engines.sentinel import Sentinel
+from paceline.files import named
+from paceline.forward.model_files import load_tokenizer, model_source
+from paceline.forward.pretrained import load_pretrained
 from paceline.forward.runner import Runner, WeightsError
 from paceline.history.snapshot import decode_snapshot, encode_snapshot
 from paceline.sampling.accept import Verdict, accept
 from paceline.sampling.grammar import Vocabulary
 from paceline.sampling.processors import Spec
-from paceline.sampling.stops import Decode, cut
-from paceline.schema import CANARY, EngineStats, FinishReason, Outcome, Rollout, RolloutRequest, as_tokens
+from paceline.sampling.stops import Decode
+from paceline.schema import (
+    CANARY,
+    CUT_SHORT,
+    DraftLawError,
+    EngineStats,
+    FinishReason,
+    Outcome,
+    Rollout,
+    RolloutRequest,
+    as_tokens,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +65,10 @@ class HFEngine:
     pass, ``budget_config`` says how much of that is verified, ``refit_names`` names the parameters that every
     ``load_weights`` must hold (default: all). ``verifier`` decides what is kept in the place of paceline's own
     acceptance; LossyError refuses one unless ``allow_lossy`` is True, and ``stats().lossy`` names it.
+
+    A request that cannot be decoded, whatever of a pass it fails in, ends with the finish reason ``error`` and a line
+    that names it, and is counted as ``request_failed``; all others go on as if it had not been there. A drafter that is
+    caught out by its own distributions is lost, as one that raises is.
     """
 
     def __init__(
@@ -111,11 +129,13 @@ class HFEngine:
     def from_pretrained(cls, path: str, *, dtype: str = "float32", device: str = "cpu", **options: Any) -> "HFEngine":
         """Load a model directory or hub id with its tokenizer; ``options`` are those of the constructor.
 
-        ``dtype`` is ``float32``, ``float64`` or ``bfloat16``.
+        ``dtype`` is ``float32``, ``float64`` or ``bfloat16``. Weights are read from safetensors alone. ModelError, one
+        line, where model or tokenizer cannot be loaded.
         """
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        source, key = model_source(str(path), "path"), "path"
+        model: Any = load_pretrained(source, key, str(path), dtype)
         model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(source, f"{key}={named(path)}")
         options.setdefault("decode", lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True))
         options.setdefault("tokenizer", tokenizer)
         return cls(model, **options)
@@ -133,7 +153,7 @@ class HFEngine:
         samples = [sample for request in requests for sample in expand(request)]
         in_flight = {row.request_id for row in self._queue.rows()} | {rollout.request_id for rollout in self._done}
         self._limits.check([request for request, _ in samples], in_flight)
-        self._queue.add([(request, index, self._spec(request)) for request, index in samples])
+        self._queue.add([(request, index, self._spec(request)) for request, index in samples], self.decode)
         self._scheduler.lengths.start([request for request, _ in samples])
         if self.drafter is not None:
             self.drafter.start([request for request, _ in samples])
@@ -143,18 +163,16 @@ class HFEngine:
                 self.drafter.commit(said)
 
     def step(self) -> list[Rollout]:
-        """One forward pass over the running requests; returns the rollouts that finished in it.
-
-        Raises ``sampling.accept.LogitsError``, with nothing emitted, where the policy's logits are unsound.
-        """
+        """One forward pass over the running requests; returns the rollouts that finished, or failed, in it."""
         self._check_open()
-        self._queue.admit()
-        if self._queue.running:
-            started = time.perf_counter()
-            shares, plan = self._scheduler.schedule(self.drafter if self.is_drafting else None, self.version)
-            verdicts, prefilled = verify(self._runner, self._accept, shares, self.seed, self._stats)
-            paths, emitted = self._commit(shares, verdicts)
-            self._close(plan, paths, emitted, time.perf_counter() - started, prefilled)
+        try:
+            self._queue.admit()
+            if self._queue.running:
+                self._pass()
+        except CacheLostError as error:
+            _tell(self._stats, "kv_memory_capped", f"{error}; going on with {self._queue.cap} positions at most")
+        except RowError as error:
+            self._fail(error.row, str(error))
         done, self._done = self._done, []
         self._scheduler.lengths.finish(done)
         if done and self.drafter is not None:
@@ -165,7 +183,11 @@ class HFEngine:
     def generate(
         self, requests: Sequence[RolloutRequest], on_finish: Callable[[Rollout], None] | None = None
     ) -> list[Rollout]:
-        """Submit and step until all are done; rollouts in the order of the requests and their samples."""
+        """Submit and step until all are done; rollouts in the order of the requests and their samples.
+
+        Raises FailedRequestError, once all others are done, where one of them failed. Whatever is raised, none of the
+        requests is left in flight.
+        """
         return generate(self, requests, on_finish)
 
     @contextmanager
@@ -282,7 +304,7 @@ class HFEngine:
         """Responses that others decoded become history, at any time; a drafter without a history ignores them."""
         self._check_open()
         if self.drafter is not None:
-            self.drafter.absorb([rollout for rollout in rollouts if rollout.finish_reason != "abort"])
+            self.drafter.absorb([rollout for rollout in rollouts if rollout.finish_reason not in CUT_SHORT])
 
     def history_snapshot(self) -> bytes | None:
         """The drafter's history as ``encode_snapshot`` writes it, None without one. No request in flight."""
@@ -307,26 +329,82 @@ class HFEngine:
 
     # One pass
 
+    def _pass(self) -> None:
+        """Plan, verify and book one pass; what goes wrong in it costs the requests that it is about."""
+        started = time.perf_counter()
+        shares: Sequence[Share] = ()
+        try:
+            shares, plan = self._scheduler.schedule(self.drafter if self.is_drafting else None, self.version)
+            verdicts, prefilled = verify(self._runner, self._accept, shares, self.seed, self._stats)
+        except (CacheLostError, RowError):
+            raise
+        except Exception as error:  # noqa: BLE001  whose fault it is is found out, and that one is named
+            self._stats.count("pass_failed")
+            _LOG.debug("a pass failed", exc_info=error)
+            self._recover(error, shares)
+            return
+        paths, emitted = self._commit(shares, verdicts)
+        self._close(plan, paths, emitted, time.perf_counter() - started, prefilled)
+
+    def _recover(self, error: Exception, shares: Sequence[Share]) -> None:
+        """Nothing of the pass was booked. End the requests that ``error`` is about; the others are passed again."""
+        running = {row.request_id: row for row in self._queue.running}
+        failures = {name: why for name, why in failures_of(error).items() if name in running}
+        for name, why in failures.items():
+            self._fail(running[name], why)
+        if failures:
+            return
+        if isinstance(error, DraftLawError) and self.drafter is not None and not self.drafter.lost:
+            self.drafter.lose(error)
+            return
+        # Nobody is named. Each row is passed alone, without a draft: what fails then fails by its own fault.
+        sound: list[tuple[Share, list[Verdict]]] = []
+        failed: list[tuple[Row, Exception]] = []
+        for share in shares or [self._alone(slot, row) for slot, row in enumerate(self._queue.running)]:
+            share.draft = None
+            try:
+                verdicts, _ = verify(self._runner, self._accept, [share], self.seed, self._stats)
+                sound.append((share, verdicts))
+            except Exception as own:  # noqa: BLE001
+                failed.append((share.row, own))
+        if sound:
+            self._commit([share for share, _ in sound], [verdict for _, found in sound for verdict in found])
+        for row, cause in failed:
+            if row in self._queue.running:
+                self._fail(row, line(row, failures_of(cause).get(row.request_id, cause)))
+
+    def _alone(self, slot: int, row: Row) -> Share:
+        """What a row brings to a pass of its own where no pass could be planned."""
+        count = min(row.missing, self.config.max_batched_tokens)
+        self._queue.make_room(row.cached + count)
+        return Share(row, slot, count, count == row.missing)
+
     def _commit(
         self, shares: Sequence[Share], verdicts: Sequence[Verdict]
     ) -> tuple[dict[str, tuple[npt.NDArray[np.int64], bool]], int]:
         """Book the pass: KV paths, tokens, stops; tell the drafter; finish what is finished.
 
         Returns, by request, the drafted nodes that were emitted and whether the response ended on the last of them; and
-        the number of emitted tokens.
+        the number of emitted tokens. Of a row that cannot be booked, as its text cannot be decoded, nothing is.
         """
         outcomes, ended, paths, tested = [], [], {}, []
+        failed: list[tuple[Row, Exception]] = []
         waiting_verdicts = iter(verdicts)
-        for slot, share in enumerate(shares):
+        for share in shares:
             row = share.row
-            row.cached += share.count
             if not share.decodes:
+                row.cached += share.count
                 continue
             verdict = next(waiting_verdicts)
-            params, stop_ids = row.request.params, row.spec.stop_ids
-            end = cut(verdict.tokens, row.response, params, stop_ids, row.room(self.context), self.decode)
+            paths[row.request_id] = verdict.path[:0], False
+            try:
+                end = row.ending.cut(verdict.tokens, row.room(self.context))
+            except Exception as error:  # noqa: BLE001  ``decode`` is anybody's
+                failed.append((row, error))
+                continue
+            row.cached += share.count
             if not np.array_equal(verdict.path, np.arange(len(verdict.path))):
-                self._runner.kv.move_positions(slot, row.cached + verdict.path, row.cached)
+                self._runner.kv.move_positions(share.slot, row.cached + verdict.path, row.cached)
             row.cached += len(verdict.path)
             accepted = row.commit(verdict, end, share.draft, self.version)
             paths[row.request_id] = verdict.path[:accepted], accepted == end.count
@@ -354,6 +432,8 @@ class HFEngine:
         for row, reason in ended:
             self._queue.remove(row)
             self._finish(row, reason)
+        for row, cause in failed:
+            self._fail(row, line(row, cause))
         return paths, sum(len(outcome.tokens) for outcome in outcomes)
 
     def _close(
@@ -376,11 +456,26 @@ class HFEngine:
         )
 
     def _finish(self, row: Row, reason: FinishReason) -> None:
+        """Hand out a row that is out of flight; as failed where its text cannot be decoded."""
         text = row.text
         if text is None and self.decode is not None:
-            text = self.decode([int(token) for token in row.response])
+            try:
+                text = self.decode([int(token) for token in row.response])
+            except Exception as error:  # noqa: BLE001  ``decode`` is anybody's
+                self._end(row, line(row, error))
+                return
         is_canary = row.request_id.startswith(CANARY)
         self._done.append(row.rollout("abort" if is_canary else reason, text))
+
+    def _fail(self, row: Row, why: str) -> None:
+        """Take a row out of flight that cannot go on; what its slot holds is for nobody."""
+        row.forget()
+        self._queue.remove(row)
+        self._end(row, why)
+
+    def _end(self, row: Row, why: str) -> None:
+        _tell(self._stats, "request_failed", why)
+        self._done.append(row.rollout("error", None, why))
 
     def _spec(self, request: RolloutRequest) -> Spec:
         params = request.params

@@ -2,11 +2,14 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NoReturn
 
 from paceline.config import EngineConfig
+from paceline.engines.hf.faults import CacheLostError, RowError
 from paceline.engines.hf.row import Row
 from paceline.forward.kv import KVSlots, Snapshot
 from paceline.sampling.processors import Spec
+from paceline.sampling.stops import Decode
 from paceline.schema import EngineStats, RolloutRequest
 
 _KV_STEP = 64
@@ -26,10 +29,14 @@ def scouts_first(groups: Sequence[str], scouts: int) -> list[int]:
 
 
 class Queue:
-    """Waiting and running rows. A running row's index is its KV slot; the slots in use are always the first ones."""
+    """Waiting and running rows. A running row's index is its KV slot; the slots in use are always the first ones.
+
+    ``cap`` is the most positions that the memory may have, 0 for no limit; it falls where the machine gives less.
+    """
 
     def __init__(self, config: EngineConfig, kv: KVSlots, stats: EngineStats) -> None:
         self.config = config
+        self.cap = config.kv_tokens
         self.kv = kv
         self.stats = stats
         self.waiting: deque[Row] = deque()
@@ -41,7 +48,7 @@ class Queue:
         """All rows in flight."""
         return [*self.running, *self.waiting]
 
-    def add(self, samples: Sequence[tuple[RolloutRequest, int, Spec]]) -> None:
+    def add(self, samples: Sequence[tuple[RolloutRequest, int, Spec]], decode: Decode | None = None) -> None:
         """Queue requests, each with its sample index and what its processors need, behind those that came before.
 
         Where they outnumber the slots, ``scouts`` of each group start first, one group after the other: what they say
@@ -50,29 +57,37 @@ class Queue:
         order = list(range(len(samples)))
         if self.config.scouts and len(samples) > self.config.slots:
             order = scouts_first([request.group or request.prompt_key for request, _, _ in samples], self.config.scouts)
-        for index in order:
+        rows = []
+        for arrival, index in enumerate(order, self._arrivals):
             request, sample_index, spec = samples[index]
-            self.waiting.append(Row(request, sample_index, spec, self._arrivals))
-            self._arrivals += 1
+            rows.append(Row(request, sample_index, spec, arrival, decode))
+        self.waiting.extend(rows)
+        self._arrivals += len(rows)
 
     def admit(self) -> None:
-        """Move waiting rows into free slots, in order; one whose prompt a sibling is just computing waits for it."""
+        """Move waiting rows into free slots, in order; one whose prompt a sibling is just computing waits for it.
+
+        Raises CacheLostError, and RowError for a row that the memory cannot even hold alone.
+        """
         passed_over: list[Row] = []
-        while self.waiting and len(self.running) < self.config.slots:
-            row = self.waiting.popleft()
-            prefix, coming = self._prefix(row)
-            if coming:
-                passed_over.append(row)
-                continue
-            if not self._grow(len(self.running) + 1, max([row.total, *(other.total for other in self.running)])):
-                self.waiting.appendleft(row)
-                break
-            self.running.append(row)
-            if prefix is not None:
-                self.kv.load(len(self.running) - 1, prefix)
-                row.cached = row.prompt_length - 1
-                self.stats.prompts_shared += 1
-        self.waiting.extendleft(reversed(passed_over))
+        try:
+            while self.waiting and len(self.running) < self.config.slots:
+                row = self.waiting[0]
+                prefix, coming = self._prefix(row)
+                if coming:
+                    passed_over.append(self.waiting.popleft())
+                    continue
+                if not self._grow(len(self.running) + 1, max([row.total, *(other.total for other in self.running)])):
+                    if not self.running:
+                        raise self.no_room(row)
+                    break
+                if prefix is not None:
+                    self.kv.load(len(self.running), prefix)
+                    row.cached = row.prompt_length - 1
+                    self.stats.prompts_shared += 1
+                self.running.append(self.waiting.popleft())
+        finally:
+            self.waiting.extendleft(reversed(passed_over))
         for key in self._prefixes.keys() - {row.prompt_bytes for row in self.waiting}:
             del self._prefixes[key]
 
@@ -93,7 +108,7 @@ class Queue:
         return self._grow(len(self.running), length)
 
     def _grow(self, rows: int, length: int) -> bool:
-        kv, cap = self.kv, self.config.kv_tokens
+        kv, cap = self.kv, self.cap
         if rows <= kv.slots and length <= kv.capacity:
             return True
         if cap and rows * length > cap:
@@ -104,8 +119,27 @@ class Queue:
             capacity = -(-max(length, capacity + capacity // 2) // _KV_STEP) * _KV_STEP
         if cap and slots * capacity > cap:
             slots, capacity = rows, max(length, min(capacity, cap // rows))
-        kv.resize(max(slots, kv.slots) if not cap else slots, capacity)
+        slots = max(slots, kv.slots) if not cap else slots
+        held = kv.slots * kv.capacity
+        try:
+            kv.resize(slots, capacity)
+        except (RuntimeError, MemoryError) as error:  # torch's own is a RuntimeError
+            self._lose(max(held, 3 * slots * capacity // 4), error)
         return True
+
+    def _lose(self, cap: int, error: Exception) -> NoReturn:
+        """The memory is gone for want of more: every row is computed again, and no more than ``cap`` is asked for."""
+        self.kv.drop()
+        self.cap = max(cap, 1)
+        self._prefixes.clear()
+        for row in self.running:
+            row.forget()
+        self.stats.count("kv_memory_lost")
+        raise CacheLostError(f"no memory for more keys and values: {' '.join(str(error).split())}") from error
+
+    def no_room(self, row: Row) -> RowError:
+        """The error of a row that the memory cannot hold alone."""
+        return RowError(row, f"the memory holds no {row.total + 1} positions of keys and values; lower max_tokens")
 
     def preempt(self) -> None:
         """Take the newest running row off its slot; it is recomputed when there is room again."""

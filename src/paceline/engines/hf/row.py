@@ -7,10 +7,12 @@ import numpy.typing as npt
 
 from paceline.sampling.accept import Verdict
 from paceline.sampling.processors import Spec
-from paceline.sampling.stops import Cut
+from paceline.sampling.stops import Cut, Decode, Ending
 from paceline.schema import SOURCES, Draft, FinishReason, Rollout, RolloutRequest, Tokens, as_tokens
 
 _OTHER = SOURCES.index("other")
+#: Places for response tokens that a row has from the start; more follow as they are needed.
+_FIRST_PLACES = 256
 
 
 class Row:
@@ -20,7 +22,14 @@ class Row:
     with what it has said, and with the record of it.
     """
 
-    def __init__(self, request: RolloutRequest, sample_index: int, spec: Spec, arrival: int) -> None:
+    def __init__(
+        self,
+        request: RolloutRequest,
+        sample_index: int,
+        spec: Spec,
+        arrival: int,
+        decode: Decode | None = None,
+    ) -> None:
         self.request = request
         self.sample_index = sample_index
         self.spec = spec
@@ -28,8 +37,8 @@ class Row:
         self.arrival = arrival
         self.prompt_length = len(request.prompt)
         self.prompt_bytes = request.prompt.tobytes()
-        self._tokens = np.empty(self.prompt_length + request.params.max_tokens, dtype=np.int32)
-        self._tokens[: self.prompt_length] = request.prompt
+        self._longest = self.prompt_length + request.params.max_tokens
+        self._tokens = request.prompt.copy()
         self.total = self.prompt_length
         self.cached = 0
         self.seen = 0
@@ -45,10 +54,19 @@ class Row:
         self._accept_lengths: list[int] = []
         if request.begun is not None:
             self._go_on(request.begun)
+        self.ending = Ending(request.params, spec.stop_ids, decode, self.response.tolist())
+
+    def _append(self, tokens: Tokens) -> None:
+        needed = self.total + len(tokens)
+        if needed > len(self._tokens):
+            places = np.empty(max(needed, 2 * len(self._tokens), self.prompt_length + _FIRST_PLACES), dtype=np.int32)
+            places[: self.total] = self._tokens[: self.total]
+            self._tokens = places
+        self._tokens[self.total : needed] = tokens
+        self.total = needed
 
     def _go_on(self, begun: Rollout) -> None:
-        self.total += len(begun.tokens)
-        self.response[:] = begun.tokens
+        self._append(begun.tokens)
         self.forwards, self.drafted, self.accepted = begun.forwards, begun.drafted, begun.accepted
         self._processed.append(begun.logprobs)
         self._raw.append(begun.raw_logprobs)
@@ -87,14 +105,13 @@ class Row:
 
     def room(self, context: int) -> int:
         """How many more tokens may be emitted."""
-        return min(len(self._tokens), context) - self.total
+        return min(self._longest, context) - self.total
 
     def commit(self, verdict: Verdict, end: Cut, draft: Draft | None, version: int) -> int:
         """Take over what a pass emitted; returns how many of the emitted tokens had been drafted."""
         count = end.count
         accepted = min(len(verdict.path), count)
-        self._tokens[self.total : self.total + count] = verdict.tokens[:count]
-        self.total += count
+        self._append(verdict.tokens[:count])
         self.text = end.text
         self._processed.append(verdict.processed_logprobs[:count])
         self._raw.append(verdict.raw_logprobs[:count])
@@ -111,8 +128,8 @@ class Row:
         self.accepted += accepted
         return accepted
 
-    def rollout(self, reason: FinishReason, text: str | None) -> Rollout:
-        """The finished record."""
+    def rollout(self, reason: FinishReason, text: str | None, error: str | None = None) -> Rollout:
+        """The finished record; ``error`` says why decoding failed where the reason is that."""
         request = self.request
         raw = _joined(self._raw, np.float64)
         processed = _joined(self._processed, np.float64)
@@ -135,6 +152,7 @@ class Row:
             accept_lengths=as_tokens(self._accept_lengths),
             text=text,
             sample_index=self.sample_index,
+            error=error,
         )
 
 

@@ -6,6 +6,7 @@ from time import perf_counter
 
 import msgspec
 import numpy as np
+import torch
 
 from paceline.budget.allocate import Floats, pruned
 from paceline.budget.controller import BudgetController, Plan
@@ -23,9 +24,13 @@ _NO_TOKENS = as_tokens([])
 
 @dataclass
 class Share:
-    """What one row brings to a pass: ``count`` committed tokens, then its draft if that reaches its last token."""
+    """What one row, in its slot, brings to a pass: ``count`` committed tokens, then its draft if it decodes.
+
+    It decodes if the tokens reach its last one.
+    """
 
     row: Row
+    slot: int
     count: int
     decodes: bool
     draft: Draft | None = None
@@ -117,7 +122,10 @@ class Scheduler:
         for row in sorted(running, key=lambda row: row.arrival):
             counts[row.arrival] = 1 + min(row.missing - 1, left)
             left -= counts[row.arrival] - 1
-        shares = [Share(row, counts[row.arrival], counts[row.arrival] == row.missing) for row in running]
+        shares = [
+            Share(row, slot, counts[row.arrival], counts[row.arrival] == row.missing)
+            for slot, row in enumerate(running)
+        ]
         decoding = [share for share in shares if share.decodes]
         drafting = [share for share in decoding if share.row.request.speculate and share.row.room(self.context) > 1]
         plan = Plan("plain", len(decoding))
@@ -132,13 +140,17 @@ class Scheduler:
             for share in shares:
                 share.draft = None
             while not self.queue.make_room(max(share.needs for share in shares)):
+                if len(running) == 1:
+                    raise self.queue.no_room(running[0])
                 self.queue.preempt()
                 shares = [share for share in shares if share.row in running]
             plan.rows = sum(share.decodes for share in shares)
         if drafter is not None:
             drafter.verifying([share.draft for share in shares if share.draft is not None])
         slots = {row.arrival: slot for slot, row in enumerate(running)}
-        return sorted(shares, key=lambda share: slots[share.row.arrival]), plan
+        for share in shares:
+            share.slot = slots[share.row.arrival]
+        return sorted(shares, key=lambda share: share.slot), plan
 
     def _draft(
         self, plan: Plan, drafter: GuardedDrafter, drafting: Sequence[Share], left: int, extra: int, version: int
@@ -159,15 +171,19 @@ class Scheduler:
                 budget = self.controller.deepest(plan.rows, budget)
                 drafter.pace(*self.controller.pace(plan.rows, budget))
             for draft in drafter.propose(list(shares), budget):
-                share = shares.get(draft.request_id)
-                if share is None or draft.length != share.row.total or draft.version != version:
-                    self._stats.count("draft_stale")
-                    continue
-                self._stats.drafts_prefetched += draft.prefetched
                 try:
-                    drafts[draft.request_id] = self._sound(draft, budget, share.row.room(self.context) - 1)
-                except ValueError:
+                    share = shares.get(draft.request_id)
+                    if share is None or draft.length != share.row.total or draft.version != version:
+                        self._stats.count("draft_stale")
+                        continue
+                    sound = self._sound(draft, budget, share.row.room(self.context) - 1)
+                except DraftLawError:
+                    raise
+                except Exception:  # noqa: BLE001  a drafter may hand out anything, and what is no draft is none
                     self._stats.count("draft_malformed")
+                    continue
+                self._stats.drafts_prefetched += bool(draft.prefetched)
+                drafts[draft.request_id] = sound
             plan.reading_seconds = max(drafter.reading_seconds() - read, 0.0)
             if plan.reading_seconds > 0:
                 plan.ahead = float(self._remaining(drafting).mean())
@@ -202,8 +218,14 @@ class Scheduler:
         draft, budget = self._lawful(draft, tokens, budget)
         if ((tokens < 0) | (tokens >= self.vocabulary)).any():
             raise ValueError("vocabulary")
-        if draft.sources is not None and (np.asarray(draft.sources) >= len(SOURCES)).any():
-            raise ValueError("sources")
+        if draft.sources is not None:
+            sources = np.asarray(draft.sources)
+            if (sources.size and sources.dtype.kind not in "iu") or ((sources < 0) | (sources >= len(SOURCES))).any():
+                raise ValueError("sources")
+        if draft.probs is not None:
+            probs = np.asarray(draft.probs, dtype=np.float64)
+            if not ((probs >= 0) & (probs <= 1)).all():
+                raise ValueError("probs")
         if draft.parents is None:
             kept = np.arange(min(len(tokens), budget, deepest))
             parents = None
@@ -224,6 +246,8 @@ class Scheduler:
         if draft.law_of is None or self.coupled:
             return msgspec.structs.replace(draft, laws=None, law_of=None), budget
         law_of = np.asarray(draft.law_of)
+        if draft.laws is not None and not (isinstance(draft.laws, torch.Tensor) and draft.laws.is_floating_point()):
+            raise ValueError("laws")
         held = 0 if draft.laws is None else len(draft.laws)
         if law_of.dtype.kind not in "iu" or ((law_of < -1) | (law_of >= held)).any():
             raise ValueError("laws")

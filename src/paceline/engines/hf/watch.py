@@ -11,7 +11,7 @@ from paceline.engines.hf.observed import Observed
 from paceline.engines.intake import RequestError
 from paceline.engines.sentinel import Part
 from paceline.forward.checksum import checksums
-from paceline.schema import Rollout, RolloutRequest
+from paceline.schema import FailedRequestError, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
     from paceline.engines.hf.engine import HFEngine
@@ -48,7 +48,7 @@ class Watch:
         try:
             with engine.aside():
                 return engine.generate(requests)
-        except RequestError:
+        except (RequestError, FailedRequestError):
             return None
         finally:
             if history is not None and votes is not None:

@@ -28,7 +28,7 @@ from paceline.engines.vllm.weights import Weights
 from paceline.engines.vllm.workarounds import refusal, standing
 from paceline.history.snapshot import decode_snapshot
 from paceline.sampling.stops import Decode
-from paceline.schema import EngineStats, FinishReason, PacelineError, Rollout, RolloutRequest
+from paceline.schema import CUT_SHORT, EngineStats, FinishReason, PacelineError, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
     import torch
@@ -297,7 +297,7 @@ class VllmEngine:
     def absorb(self, rollouts: Sequence[Rollout]) -> None:
         """Responses that others decoded become history of the plug-in; any other drafter ignores them."""
         self._check_open()
-        said = Absorb.of([rollout for rollout in rollouts if rollout.finish_reason != "abort"])
+        said = Absorb.of([rollout for rollout in rollouts if rollout.finish_reason not in CUT_SHORT])
         self._plugin("absorb", msgspec.msgpack.encode(said))
 
     def history_snapshot(self) -> bytes | None:
@@ -342,7 +342,12 @@ class VllmEngine:
                 self._stats.prompts_shared += delta.cached > 0
                 self._stats.tokens_prefilled += answer.prefilled - delta.cached
             emitted, passes, accepted = answer.emitted, answer.passes, answer.accepted
-            reason = answer.take(delta, self.version)
+            try:
+                reason = answer.take(delta, self.version)
+            except Exception as error:  # noqa: BLE001  ``decode`` is anybody's, and the others go on
+                self._fail(delta.request_id, error)
+                early.append(delta.request_id)
+                continue
             self._stats.tokens_emitted += answer.emitted - emitted
             self._stats.row_forwards += answer.passes - passes
             self._stats.tokens_accepted += answer.accepted - accepted
@@ -358,7 +363,19 @@ class VllmEngine:
         accepted = self._stats.tokens_accepted
         per_accepted = self._counts().tokens_drafted / accepted if accepted else 0.0
         source = "model" if self.drafter.model_kind else "history" if self.drafter.kind == "history" else "other"
-        self._done.append(answer.rollout(reason, self.logprobs, source, per_accepted))
+        try:
+            self._done.append(answer.rollout(reason, self.logprobs, source, per_accepted))
+        except Exception as error:  # noqa: BLE001  ``decode`` is anybody's
+            self._answers[request_id] = answer
+            self._fail(request_id, error)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """End a request whose text cannot be decoded."""
+        answer = self._answers.pop(request_id)
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        why = f"request {request_id}, response position {answer.emitted}: {text}"
+        self._tell("request_failed", why)
+        self._done.append(answer.failed(why, self.logprobs))
 
     def _stop_ids(self, request: RolloutRequest) -> tuple[int, ...]:
         params = request.params

@@ -7,7 +7,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paceline.engines.vllm.front import Delta
-from paceline.sampling.stops import Cut, Decode, cut
+from paceline.sampling.stops import Cut, Decode, Ending
 from paceline.schema import SOURCES, FinishReason, Rollout, RolloutRequest, as_tokens
 
 #: Reasons of vLLM that are not ours.
@@ -69,7 +69,7 @@ class Answer:
         self.sample_index = sample_index
         self._begun = request.begun
         self._said = as_tokens([]) if request.begun is None else request.begun.tokens
-        self._stop_ids = tuple(stop_ids)
+        self._ending = Ending(request.params, stop_ids, decode, self._said.tolist())
         self._room = room
         self._decode = decode
         self._tokens: list[int] = []
@@ -108,9 +108,7 @@ class Answer:
         emitted = as_tokens(delta.tokens)
         end = Cut(0)
         if len(emitted):
-            left = self._room - len(self._tokens)
-            response = as_tokens(np.concatenate([self._said, self._tokens]))
-            end = cut(emitted, response, self.request.params, self._stop_ids, left, self._decode)
+            end = self._ending.cut(emitted, self._room - len(self._tokens))
         self._tokens += [int(token) for token in emitted[: end.count]]
         self._logprobs += delta.logprobs[: end.count]
         self._versions += [version] * end.count
@@ -186,6 +184,11 @@ class Answer:
             sample_index=self.sample_index,
         )
         return made if self._begun is None else _joined(self._begun, made)
+
+    def failed(self, why: str, mode: Literal["processed", "raw"]) -> Rollout:
+        """The record of a response that cannot be decoded any further, with what it has and without a text."""
+        self._decode = None
+        return replace(self.rollout("error", mode, "other", 0.0), text=None, error=why)
 
 
 def _joined(begun: Rollout, rest: Rollout) -> Rollout:

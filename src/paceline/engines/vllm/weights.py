@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import safe_open
 
 from paceline.engines.vllm.front import Front
 from paceline.engines.vllm.workarounds import refit_refusal
+from paceline.forward.model_files import WEIGHTS_INDEX, opened_weights, weight_files, weight_headers
 from paceline.forward.runner import WeightsError
+from paceline.schema import PacelineError
 
-_INDEX = "model.safetensors.index.json"
 #: How safetensors writes the dtypes that weights have.
 _DTYPES = {
     torch.float64: "F64",
@@ -42,20 +42,18 @@ class Catalogue:
     def read(cls, model: str | Path) -> "Catalogue":
         """The catalogue of a directory or of a hub id that is in the local cache; WeightsError where there is none."""
         shapes, files = {}, {}
-        for file in _safetensors(_directory(model)):
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-                    files[name] = file
-        if not shapes:
-            raise WeightsError(f"{model} has no safetensors file, so new weights cannot be checked against it")
+        try:
+            for name, stored in weight_headers(weight_files(_directory(model))).items():
+                shapes[name], files[name] = stored.shape, stored.file
+        except PacelineError as error:
+            raise WeightsError(f"new weights cannot be checked against the checkpoint: {error}") from None
         return cls(shapes, files)
 
     def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Some of the checkpoint's tensors."""
         found = {}
         for name in names:
-            with safe_open(self.files[name], framework="pt") as opened:
+            with opened_weights(self.files[name]) as opened:
                 found[name] = opened.get_tensor(name)
         return found
 
@@ -284,16 +282,8 @@ def write(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _directory(model: str | Path) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(model), local_files_only=True, allow_patterns=["*.safetensors", _INDEX]))
-
-
-def _safetensors(directory: Path) -> list[Path]:
-    """The files of a checkpoint: those that its index names, where it has one."""
-    index = directory / _INDEX
-    if index.is_file():
-        return sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
-    return sorted(directory.glob("*.safetensors"))
+    return Path(snapshot_download(str(model), local_files_only=True, allow_patterns=["*.safetensors", WEIGHTS_INDEX]))

@@ -108,6 +108,7 @@ def _ask(url: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
 
 @lru_cache
 def _tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
+    from paceline.files import named
+    from paceline.forward.model_files import load_tokenizer, model_source
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return load_tokenizer(model_source(str(path), "hf_checkpoint"), f"hf_checkpoint={named(path)}")

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from transformers import StopStringCriteria
 
 from paceline.engines.hf import HFEngine
-from paceline.schema import Rollout, RolloutRequest, Tokens
+from paceline.schema import FailedRequestError, Rollout, RolloutRequest, Tokens
 
 
 def decode(
@@ -27,6 +27,8 @@ def decode(
         while engine.busy:
             for rollout in engine.step():
                 finished[rollout.request_id] = rollout
+                if rollout.finish_reason == "error":
+                    raise FailedRequestError(rollout.error or rollout.request_id, [rollout])
             for row in list(engine._queue.running) if strings else ():
                 if ends.of(row.request_id, row.response) is not None:
                     engine.abort(row.request_id)

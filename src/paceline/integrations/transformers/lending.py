@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from paceline.forward.modes import keeping_modes
+
 
 @contextmanager
 def lent(model: PreTrainedModel) -> Iterator[list[nn.Parameter]]:
@@ -18,22 +20,17 @@ def lent(model: PreTrainedModel) -> Iterator[list[nn.Parameter]]:
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     configs = _configs(modules)
     attention = [config._attn_implementation_internal for config in configs]
-    modes = [module.training for module in modules]
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     base: nn.Module = model.base_model
     hooks = set(base._forward_hooks)
     try:
-        yield parameters
+        with keeping_modes(modules):
+            yield parameters
     finally:
         for key in set(base._forward_hooks) - hooks:
             del base._forward_hooks[key]
         for config, implementation in zip(configs, attention, strict=True):
             config._attn_implementation_internal = implementation
-        if model.training != modes[0]:
-            model.train(modes[0])  # some modules do more on it than to set the flag
-        for module, mode in zip(modules, modes, strict=True):
-            if module.training != mode:
-                module.training = mode
         for parameter in wanted:
             parameter.requires_grad_(True)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.config import HISTORIES, Config, PolicyConfig
 from paceline.engines.hf import HFEngine
 from paceline.engines.identity import check_identity
+from paceline.forward.modes import keeping_modes
 from paceline.integrations.trl.keeping import Keeper
 from paceline.integrations.trl.settings import TrlSettings, read_settings
 from paceline.integrations.trl.teaching import Teaching
@@ -217,12 +218,9 @@ def policy_of(trainer: Any) -> Policy:
     dtype: Any = str(base.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise TrlError(f"rollout_func: the trainer's model is in {dtype}; load it in one of {', '.join(_DTYPES)}")
-    is_training = model.training
-    policy = Policy(
-        base, trainer.processing_class, PolicyConfig(path=base.name_or_path or "policy", dtype=dtype), adapter
-    )
-    model.train(is_training)
-    return policy
+    config = PolicyConfig(path=base.name_or_path or "policy", dtype=dtype)
+    with keeping_modes(list(model.modules())):
+        return Policy(base, trainer.processing_class, config, adapter)
 
 
 def with_stops(params: SamplingParams, stop_ids: Sequence[int]) -> SamplingParams:

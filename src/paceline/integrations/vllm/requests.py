@@ -57,7 +57,7 @@ def introduced(request_id: str, state: Any, groups: Groups, alive: Collection[st
             max_tokens=most,
             min_tokens=min(params.min_tokens, most),
             ignore_eos=params.ignore_eos,
-            stop=tuple(text for text in (*_texts(params.stop), *_texts(extra.get(STOP))) if text),
+            stop=(*_texts(params.stop), *_texts(extra.get(STOP))),
         ),
         group=str(extra.get(GROUP) or ""),
         prompt_key=str(extra.get(PROMPT_KEY) or ""),
@@ -71,7 +71,14 @@ def introduced(request_id: str, state: Any, groups: Groups, alive: Collection[st
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    """The stop strings in ``value``; what no response can say, or is no text, stops nothing and is left out."""
+    found = []
+    for text in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
+        try:
+            found += SamplingParams.taken("stop", text)
+        except ValueError:
+            continue
+    return tuple(found)
 
 
 def _truth(value: Any) -> bool:

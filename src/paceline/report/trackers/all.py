@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.config import Config, TrackConfig, is_loopback
-from paceline.files import write_atomically
+from paceline.files import read_bytes, write_atomically
 from paceline.report.trackers.base import Tracked, Tracker, TrackerError, parameters
 from paceline.schema import PacelineError, StepRecord
 
@@ -22,6 +22,9 @@ _KINDS: dict[str, tuple[str, str]] = {
     "mlflow": ("mlflow", "MlflowTracker"),
     "prometheus": ("prometheus_client", "PrometheusTracker"),
 }
+
+
+_MAX_STATE_BYTES = 1 << 20
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -117,10 +120,10 @@ class Trackers:
 
     def _remembered(self) -> dict[str, _Kept]:
         try:
-            return msgspec.json.decode(self._state.read_bytes(), type=dict[str, _Kept])
-        except FileNotFoundError:
-            return {}
-        except (OSError, msgspec.DecodeError) as error:
+            if not self._state.exists():
+                return {}
+            return msgspec.json.decode(read_bytes(self._state, _MAX_STATE_BYTES), type=dict[str, _Kept])
+        except (OSError, RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
             raise TrackerError(f"{self._state}: cannot be read: {_line(error)}; remove it to track a new run") from None
 
     def _remember(self) -> None:

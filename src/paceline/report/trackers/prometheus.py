@@ -1,11 +1,15 @@
 """A page that Prometheus reads: the last step as gauges, events as counters."""
 
 import hmac
+import math
 import os
 import socket
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -16,6 +20,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from paceline.report.definitions import METRICS
 from paceline.report.trackers.base import Tracked, TrackerError, numbers
 from paceline.schema import StepRecord
+
+#: Clients at once, and seconds that one may take; a scrape takes milliseconds.
+_MOST_CLIENTS, _CLIENT_SECONDS = 32, 10.0
+_JOIN_SECONDS = 2.0
 
 
 class PrometheusTracker:
@@ -45,9 +53,10 @@ class PrometheusTracker:
         self._page.show(record)
 
     def close(self) -> None:
-        """Stop serving and free the port."""
+        """Stop serving, hang up on who is still connected, and free the port."""
         self._server.shutdown()
         self._server.server_close()
+        self._server.hang_up()
 
 
 class _Page:
@@ -86,11 +95,61 @@ class _Page:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Serves few clients at once, and none for long: one that stays, however slowly it sends, is hung up on."""
+
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._lock = threading.Lock()
+        self._clients: dict[socket.socket, tuple[float, threading.Thread]] = {}
         super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; a client beyond the most is hung up on at once."""
+        with self._lock:
+            is_full = len(self._clients) >= _MOST_CLIENTS
+            if not is_full:
+                thread = threading.Thread(
+                    target=self.process_request_thread,
+                    args=(request, client_address),
+                    name="paceline-scrape",
+                    daemon=True,
+                )
+                self._clients[request] = (time.monotonic() + _CLIENT_SECONDS, thread)
+        if is_full:
+            self.shutdown_request(request)
+        else:
+            thread.start()
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and forget the client."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._clients.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Between requests: hang up on who has been there too long."""
+        super().service_actions()
+        self.hang_up(time.monotonic())
+
+    def hang_up(self, now: float = math.inf) -> None:
+        """Cut the connections whose time is over at ``now`` (without it: all, and wait for their threads)."""
+        with self._lock:
+            over = [(client, thread) for client, (until, thread) in self._clients.items() if until <= now]
+        for client, _ in over:
+            with suppress(OSError):  # it has just gone by itself
+                client.shutdown(socket.SHUT_RDWR)
+        if now == math.inf:
+            for _, thread in over:
+                thread.join(_JOIN_SECONDS)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that was cut off; a fault of ours keeps its traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(WSGIRequestHandler):

@@ -1,9 +1,7 @@
 """The Ray actor around a rollout worker: what it takes and gives are bytes, and it ends with the run."""
 
 import os
-import signal
 import tempfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from paceline.rl.cluster.codec import decode, encode
 from paceline.rl.cluster.transport import Parcel, Receiver
 from paceline.rl.cluster.worker import RolloutWorker
 from paceline.schema import Rollout, RolloutRequest
+from paceline.signals import ignore_stop_signals
 
 
 class WorkerActor:
@@ -26,7 +25,7 @@ class WorkerActor:
     """
 
     def __init__(self, config: bytes, role: str, has_grammars: bool) -> None:
-        ignore_ctrl_c()
+        ignore_stop_signals()
         own = decode(Config, config)
         self._export = tempfile.TemporaryDirectory(prefix="paceline-worker-", ignore_cleanup_errors=True)
         self._worker = RolloutWorker(
@@ -104,11 +103,3 @@ def _engine(config: Config, has_grammars: bool, export: Path) -> Any:
     engine = make_engine(watched, policy, export, has_grammars)
     policy.model.to("meta")  # the engine has a copy of its own; text is all that is asked of it
     return engine
-
-
-def ignore_ctrl_c() -> None:
-    """Ctrl-C is for the driver, which ends the step with its workers' help."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

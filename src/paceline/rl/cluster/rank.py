@@ -17,7 +17,6 @@ from torch.distributed import PrefixStore, TCPStore
 from paceline.config import Config
 from paceline.cotrain.trainer import Trainer
 from paceline.rl.batch import Batch
-from paceline.rl.cluster.actor import ignore_ctrl_c
 from paceline.rl.cluster.codec import decode, encode
 from paceline.rl.cluster.transport import Parcel, Receiver, make_sender
 from paceline.rl.drafting import learns
@@ -29,6 +28,7 @@ from paceline.rl.policy import Policy, device_of
 from paceline.rl.sharded import ShardedLearner, fingerprint, join
 from paceline.rl.students import load_trainer
 from paceline.schema import PacelineError, Tokens
+from paceline.signals import ignore_stop_signals
 
 #: Where ranks meet that are all on one node.
 LOOPBACK = "127.0.0.1"
@@ -82,7 +82,7 @@ class RankActor:
     """
 
     def __init__(self, config: bytes, rank: int) -> None:
-        ignore_ctrl_c()
+        ignore_stop_signals()
         self._config = decode(Config, config)
         self._rank = rank
         self._sender = make_sender("object")

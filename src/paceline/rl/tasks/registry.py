@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 
 from paceline.config import ConfigError, TaskConfig
+from paceline.rl.sandbox import isolation
 from paceline.rl.tasks.base import Task
+from paceline.terminal import printable
 from paceline.typed_yaml import load_by_path, nearest
 
 ENTRY_POINTS = "paceline.tasks"
@@ -31,10 +33,12 @@ def make_task(name: str, config: TaskConfig, seed: int) -> Task:
     try:
         build = _find(kind)
         _check_options(build, config.options)
+        _check_sandbox(name, build, config)
         task = build(seed=seed, train_prompts=config.train_prompts, eval_prompts=config.eval_prompts, **config.options)
         missing = [method for method in _METHODS if not callable(getattr(task, method, None))]
         if missing:
             raise ConfigError(f"{kind} has no method {', '.join(missing)}; a task has {', '.join(_METHODS)}")
+        require_sandbox(name, getattr(task, "needs_sandbox", None), unsafe=config.unsafe)
     except Exception as error:  # a user's own code runs here; the cause stays attached
         said = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"task {name}: {' '.join(said.split())}") from error
@@ -47,9 +51,26 @@ def check_task(name: str, config: TaskConfig) -> None:
     Nothing is built or fetched: what the task's constructor would refuse is seen at the start of a run.
     """
     try:
-        _check_options(_find(config.kind or name), config.options)
+        build = _find(config.kind or name)
+        _check_options(build, config.options)
+        _check_sandbox(name, build, config)
     except ConfigError as error:
         raise ConfigError(f"task {name}: {error}") from error
+
+
+def require_sandbox(name: str, why: object, *, unsafe: bool) -> None:
+    """Refuse by ConfigError to judge the task ``name`` where it must be confined because of ``why`` and cannot be."""
+    if why and not unsafe and not isolation().holds:
+        raise ConfigError(
+            f"{printable(why)}, and this machine has no sandbox (see paceline doctor); run on Linux with seccomp, or "
+            f"accept the risk with tasks.{name}.unsafe=true"
+        )
+
+
+def _check_sandbox(name: str, build: Any, config: TaskConfig) -> None:
+    """Refuse before anything is built what needs a sandbox that is not there, where the options tell."""
+    reason = getattr(build, "why_confined", None)
+    require_sandbox(name, reason(config.options) if callable(reason) else None, unsafe=config.unsafe)
 
 
 def _find(kind: str) -> Any:

@@ -1,7 +1,6 @@
 """Text to SQL: questions about the Chinook database, answered by a query that is run and compared by its rows."""
 
 import random
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from paceline.rl.tasks.chinook_questions import Question, questions
 from paceline.rl.tasks.split import choose
 from paceline.rl.tasks.sql_phrasing import plain_sql, plan_phrasing, sql_phrasing
 
-_RESPONSE = re.compile(r"(?P<plan>.*)<sql>(?P<sql>.*)</sql>\s*", re.DOTALL)
+_OPEN, _CLOSE = "<sql>", "</sql>"
 _INSTRUCTIONS = """Database:
 {schema}
 Question: {question}
@@ -49,11 +48,11 @@ class TextToSql:
 
     def reward(self, prompt: Prompt, response: str) -> float:
         """How right the rows of the response's query are, between 0 and 1."""
-        match = _RESPONSE.fullmatch(response)
-        if match is None or "<sql>" in match["plan"]:
+        sql = query_of(response)
+        if sql is None:
             return 0.0
         try:
-            result = run_query(self._database, match["sql"].strip())
+            result = run_query(self._database, sql)
         except QueryError:
             return 0.0
         return 0.1 if result.cut else grade_rows(result.rows, prompt.data.rows, prompt.data.ordered)
@@ -65,6 +64,15 @@ class TextToSql:
 
     def _text(self, question: Question) -> str:
         return _INSTRUCTIONS.format(schema=schema_sql(), question=question.text) if self._schema else question.text
+
+
+def query_of(response: str) -> str | None:
+    """Return the query of a response of the right form; None for any other form."""
+    _, found, rest = response.partition(_OPEN)
+    rest = rest.rstrip()
+    if not found or _OPEN in rest or not rest.endswith(_CLOSE):
+        return None
+    return rest.removesuffix(_CLOSE).strip()
 
 
 def phrase(question: Question, rng: random.Random) -> str:
