@@ -13,7 +13,7 @@ PROMPT = (7, 8, 9)
 
 
 def recorded(tokens: Sequence[int], epoch: int = 0, prompt: Sequence[int] = PROMPT) -> Recorded:
-    key = RolloutRequest(request_id="", prompt=as_tokens(prompt)).prompt_key
+    key = RolloutRequest(request_id="recorded", prompt=as_tokens(prompt)).prompt_key
     return Recorded(as_tokens(prompt), as_tokens(tokens), key, epoch)
 
 

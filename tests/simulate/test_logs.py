@@ -224,7 +224,7 @@ def test_a_real_tokenizer_folder_is_loaded(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path):
     (tmp_path / "tok").mkdir()
-    with pytest.raises(PacelineError, match=r"^--tokenizer .*tok: cannot be loaded: ") as raised:
+    with pytest.raises(PacelineError, match=r"^--tokenizer .*tok: cannot be loaded as a tokenizer: ") as raised:
         load_tokenizer(str(tmp_path / "tok"))
     assert "\n" not in str(raised.value)
 
@@ -292,7 +292,6 @@ def test_names_drop_the_suffixes(tmp_path):
             b'{"prompt_ids": [1], "completion_ids": [3000000000]}\n',
             r"a\.jsonl:2: the response holds an id below 0 or ab",
         ),
-        (b'{"prompt_ids": [], "completion_ids": [1]}\n', r"a\.jsonl:2: the prompt is empty"),
         (b'{"trajectory": [{"tokens": {"prompt_ids": [1]}}]}\n', r"a\.jsonl:2: .* lacks 'completion_ids'"),
         (b'{"trajectory": [3]}\n', r"a\.jsonl:2: a row of prime-rl \(trajectory\) that cannot be read"),
         (b'{"nodes": [{"parent": 0, "sampled": true}]}\n', r"a\.jsonl:2: .* the nodes form a circle"),

@@ -77,12 +77,13 @@ def replay(
     """Replay recorded rollouts through drafters, without a model.
 
     A draft is accepted while it equals what was recorded, which is what a lossless engine would have accepted. Reads
-    runs of paceline and the rollout logs of TRL, verl, SkyRL, slime and prime-rl.
+    runs of paceline and the rollout logs of TRL, verl, SkyRL, slime, prime-rl, NeMo RL and NeMo Gym.
     """
     with one_line_errors():
         from paceline.rl.layout import history_file
         from paceline.schema import PacelineError
         from paceline.simulate.drafters import split_names
+        from paceline.simulate.logs import summary_lines
         from paceline.simulate.plot import write_plot
         from paceline.simulate.results import TraceResult, settings_line, trace_line, trace_tables
         from paceline.simulate.run import replay_traces
@@ -95,6 +96,8 @@ def replay(
 
         def show(name: str, trace: TraceResult) -> None:
             console.print(trace_line(name, trace), soft_wrap=True)
+            for line in summary_lines(trace.left_out, trace.unclear):
+                console.print(line, soft_wrap=True)
             for table in trace_tables(trace):
                 console.print(table)
 

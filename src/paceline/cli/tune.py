@@ -88,6 +88,7 @@ def tune(
         from paceline.simulate.chosen import drafter_section
         from paceline.simulate.cost import PRESETS
         from paceline.simulate.drafters import drafter_by_name, split_names
+        from paceline.simulate.logs import summary_lines
         from paceline.simulate.told import step_lines, step_table, sweep_table, trace_line, verdict
         from paceline.simulate.tune import tune_traces
         from paceline.simulate.tuned import Tuned
@@ -107,6 +108,8 @@ def tune(
 
         def show(name: str, tuned: Tuned) -> None:
             console.print(trace_line(name, tuned), soft_wrap=True)
+            for line in summary_lines(tuned.left_out, tuned.unclear):
+                console.print(line, soft_wrap=True)
             console.print(sweep_table(tuned))
             lines = [verdict(tuned)]
             if tuned.step is not None:

@@ -12,7 +12,7 @@ from paceline.simulate.drafting import HELD, Acceptance, DraftError, Drift
 from paceline.simulate.files import Warn
 from paceline.simulate.given import numbers
 from paceline.simulate.lengths import Requests
-from paceline.simulate.logs import read_steps, trace_name
+from paceline.simulate.logs import Reading, read_steps, trace_name
 from paceline.simulate.projection import Scenario
 from paceline.simulate.run import replay_traces
 
@@ -31,7 +31,11 @@ class Recording:
     @classmethod
     def read(cls, path: Path, tokenizer: str | None, warn: Warn) -> "Recording":
         """From a log that ``paceline replay`` reads. Raises LogError with the file and the line."""
-        return cls(trace_name(path), [Requests.recorded(step) for step in read_steps(path, tokenizer, warn)])
+        reading = Reading()
+        steps = [Requests.recorded(step) for step in read_steps(path, tokenizer, warn, reading)]
+        for line in reading.lines():
+            warn(f"{trace_name(path)}: {line}")
+        return cls(trace_name(path), steps)
 
     def requests(self, seed: int) -> Requests:
         """Seed 0 is the last step, 1 the one before, and so on; beyond the first, steps with groups drawn anew."""

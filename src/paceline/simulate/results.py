@@ -84,6 +84,8 @@ class TraceResult(msgspec.Struct, kw_only=True):
     """One trace; the definitions are those of ``paceline.simulate.overlap.TraceStatistics``.
 
     ``lossy`` are the settings its rollouts are stamped with: they were not sampled by the policy's law alone.
+    ``left_out`` counts the rollouts of the log that were not replayed, by reason; ``unclear`` says what its rows cannot
+    tell, such as which part of a text an environment wrote.
     """
 
     rollouts: int
@@ -96,6 +98,8 @@ class TraceResult(msgspec.Struct, kw_only=True):
     by_epoch: dict[str, TraceEpoch]
     drafters: dict[str, DrafterResult]
     lossy: list[str] = []
+    left_out: dict[str, int] = {}
+    unclear: list[str] = []
 
 
 class ReplayResult(msgspec.Struct, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from paceline.drafters import HistoryDrafter
 from paceline.drafters.base import Drafter
+from paceline.files import named
 from paceline.history.native import why_not
 from paceline.history.snapshot import Snapshot, read_snapshot
 from paceline.report.metrics import speedup
@@ -19,7 +20,7 @@ from paceline.simulate.budgeted import adaptive_controller
 from paceline.simulate.cost import load_cost
 from paceline.simulate.drafters import drafter_by_name
 from paceline.simulate.files import Warn
-from paceline.simulate.logs import read_steps, trace_name
+from paceline.simulate.logs import Reading, read_steps, trace_name
 from paceline.simulate.overlap import TraceStatistics
 from paceline.simulate.replay import Replay
 from paceline.simulate.results import AdaptiveResult, ReplayResult, TraceEpoch, TraceResult
@@ -98,18 +99,20 @@ def replay_traces(
         statistics = TraceStatistics(budget, batch)
         steps = 0
         lossy: set[str] = set()
-        for step in read_steps(path, tokenizer, warn):
+        reading = Reading()
+        for step in read_steps(path, tokenizer, warn, reading):
             requests = step.requests()
             statistics.add(step)
             for name, replay in (*replays.items(), *budgeted.items()):
                 try:
                     replay.play(step, requests)
                 except PacelineError as error:
-                    raise PacelineError(f"{path}, step {step.number}, drafter {name}: {error}") from None
+                    raise PacelineError(f"{named(path)}, step {step.number}, drafter {name}: {error}") from None
             steps += 1
             lossy |= step.lossy
         done = _trace_result(statistics, steps, replays)
         done.lossy = sorted(lossy)
+        done.left_out, done.unclear = dict(reading.left_out), reading.unclear
         for name, measured in done.drafters.items():
             measured.state = "warm" if takes[name] else "cold"
             if name in budgeted:

@@ -6,7 +6,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from paceline.drafters.base import Drafter
+from paceline.files import named
 from paceline.schema import PacelineError
 from paceline.simulate.budgeted import adaptive_controller
 from paceline.simulate.chosen import drafter_section, settings_tree, vllm_settings, vllm_soft_settings
@@ -16,7 +19,7 @@ from paceline.simulate.drafters import drafter_by_name
 from paceline.simulate.engines import scaling
 from paceline.simulate.files import Warn
 from paceline.simulate.lengths import Requests
-from paceline.simulate.logs import Step, read_steps, trace_name
+from paceline.simulate.logs import Reading, Step, read_steps, trace_name
 from paceline.simulate.metered import CLOCKS, Account, Clock, Metered
 from paceline.simulate.replay import Replay
 from paceline.simulate.rlstep import Phases
@@ -97,7 +100,8 @@ def tune_traces(
             for name in names
             for most in lengths
         }
-        ledger, scales = _replayed(path, meters, curves, lengths, step_time, batch, tokenizer, warn, devices)
+        reading = Reading()
+        ledger, scales = _replayed(path, meters, curves, lengths, step_time, batch, tokenizer, warn, devices, reading)
         steps = len(ledger[NOTHING])
         if steps < FEWEST_STEPS:
             raise PacelineError(
@@ -113,6 +117,7 @@ def tune_traces(
         of_steps = [] if own is None else [Steps(own, scales)]
         known += of_steps
         tuned = judge([ledger], [held_out_steps(steps, held_out)], of_steps or None, devices, age_bound, soft_names)
+        tuned = msgspec.structs.replace(tuned, left_out=dict(reading.left_out), unclear=reading.unclear)
         found[name if name not in found else str(path)] = tuned
         on_trace(name, tuned)
     together = (
@@ -201,6 +206,7 @@ def _replayed(
     tokenizer: str | None,
     warn: Warn,
     devices: int,
+    reading: Reading,
 ) -> tuple[Ledger, dict[Choice, list[tuple[float, ...]]]]:
     """The accounts of all candidates by step, each with a history of its own, and how they scale with engines.
 
@@ -210,9 +216,9 @@ def _replayed(
     ledger: Ledger = {NOTHING: [], **{choice: [] for choice in [*meters, *soft]}}
     scales: dict[Choice, list[tuple[float, ...]]] = {choice: [] for choice in ledger}
     lossy: set[str] = set()
-    for step in read_steps(path, tokenizer, warn):
+    for step in read_steps(path, tokenizer, warn, reading):
         requests = step.requests()
-        place = f"{path}, step {step.number}"
+        place = f"{named(path)}, step {step.number}"
         try:
             ledger[NOTHING].append(_plain(step, step_time, batch))
         except PacelineError as error:
@@ -232,7 +238,7 @@ def _replayed(
             ratios.append((1.0,) if devices == 1 else scaling(own, one, step_time, batch, devices))
         lossy |= step.lossy
     if lossy:
-        warn(f"{path}: recorded by a lossy run: {', '.join(sorted(lossy))}")
+        warn(f"{named(path)}: recorded by a lossy run: {', '.join(sorted(lossy))}")
     return ledger, scales
 
 

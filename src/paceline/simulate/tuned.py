@@ -49,6 +49,8 @@ class Tuned(msgspec.Struct, kw_only=True):
     ``best`` is the quickest of the sweep on the steps held out; ``distance`` how much longer than it ``final`` takes
     there, 0.05 for 5 %. ``step`` is the whole step, None where its other phases are not known; with it gains, ``best``
     and ``distance`` are of the step. ``schedule`` is the one to run by.
+    ``left_out`` counts the rollouts of the log that were not replayed, by reason; ``unclear`` says what its rows
+    cannot tell.
     """
 
     steps: int
@@ -62,6 +64,8 @@ class Tuned(msgspec.Struct, kw_only=True):
     candidates: list[Candidate]
     schedule: Schedule = IN_TURN
     step: StepGain | None = None
+    left_out: dict[str, int] = {}
+    unclear: list[str] = []
 
     @property
     def expected(self) -> Candidate:

@@ -19,7 +19,7 @@ def record(
     rollout_extra_metrics: Mapping[str, Any] | None,  # noqa: ARG001  slime's signature
     rollout_time: float,  # noqa: ARG001
 ) -> bool:
-    """Write the samples of a rollout to ``args.paceline_log``, a folder: token ids and lengths, no text, no reward.
+    """Write the samples of a rollout to ``args.paceline_log``, a folder: token ids, lengths, masks; no text, no reward.
 
     One file a rollout, ``ID.json``; one that is repeated after a resume replaces its file. False: slime logs its own
     metrics as ever. A disk that fails is told, and the training goes on.
@@ -28,7 +28,7 @@ def record(
     if folder is None:
         _LOG.warning("nothing is recorded: set paceline_log to a folder in the file of --custom-config-path")
         return False
-    rows = [{"tokens": [int(token) for token in one.tokens], "response_length": one.response_length} for one in samples]
+    rows = [_row(sample) for sample in samples]
     path = Path(folder).expanduser() / f"{rollout_id}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,3 +36,14 @@ def record(
     except OSError as error:
         _LOG.warning("%s: this rollout is not recorded: %s", path, error.strerror or error)
     return False
+
+
+def _row(sample: Any) -> dict[str, Any]:
+    """What of a sample is replayed. Its mask tells the policy's tokens from those of tools and environments."""
+    mask, status = getattr(sample, "loss_mask", None), getattr(sample, "status", None)
+    return {
+        "tokens": [int(token) for token in sample.tokens],
+        "response_length": int(sample.response_length),
+        "loss_mask": None if mask is None else [int(one) for one in mask],
+        "status": None if status is None else str(getattr(status, "value", status)),
+    }
