@@ -70,7 +70,9 @@ def legend_below(figure: "Figure", **look: Any) -> None:
     """
     handles, names = figure.axes[-1].get_legend_handles_labels()
     longest = max(map(len, names), default=0)
-    ways = [(many, longest) for many in range(len(names), 0, -1)] + [(1, kept) for kept in range(longest - 1, 0, -1)]
+    ways = [(many, longest) for many in range(len(names), 0, -1)] + [
+        (1, int(longest * 0.8**cut)) for cut in range(1, 40) if longest * 0.8**cut >= 1
+    ]
     for columns, kept in ways:
         short = [name if len(name) <= kept else name[: kept - 1] + "…" for name in names]
         made = figure.legend(handles, short, loc="outside lower center", ncols=columns, **look)
