@@ -95,8 +95,9 @@ def legend(axes: "Axes", fewest: int = 2, **look: Any) -> None:
     room = 1.02 * axes.get_window_extent().width
     look = {"handlelength": 1.1, "handletextpad": 0.5, "columnspacing": 1.0, "borderaxespad": 0.3} | look
     longest = max(map(len, names))
-    for columns, kept in [*((many, longest) for many in range(min(len(names), _MOST_NAMES), 0, -1)),
-                          *((1, int(longest * 0.8**cut)) for cut in range(1, 40) if longest * 0.8**cut >= 1)]:  # fmt: skip
+    ways = [(many, longest) for many in range(min(len(names), _MOST_NAMES), 0, -1)]
+    ways += [(1, int(longest * 0.8**cut)) for cut in range(1, 40) if longest * 0.8**cut >= 1]
+    for columns, kept in ways:
         short = [name if len(name) <= kept else name[: kept - 1] + "…" for name in names]
         made = axes.legend(handles, short, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, **look)
         if made.get_window_extent().width <= room:
