@@ -35,7 +35,7 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm assets browser test test-attacks test-ranks test-ray test-vllm wheels check sanitize demo bench bench-vllm docs clean
+.PHONY: help venv venv-vllm assets browser test test-attacks test-families test-ranks test-ray test-vllm wheels check sanitize demo bench bench-vllm docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -99,10 +99,13 @@ browser: ## install Debian's Chromium, for the tests that open pages, where it i
 	else echo "no chromium, and no way to install it: the tests that open pages will be skipped"; fi
 
 test: assets ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not ray and not ranks and not attacks' $(PYTEST_JOBS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not ray and not ranks and not attacks and not families' $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 test-attacks: assets ## run the tests that feed hostile files, arguments, answers and models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m attacks $(PYTEST_JOBS) $(PYTEST_ARGS) tests/attacks
+
+test-families: venv ## run the reference engine on a tiny policy of every family that transformers knows
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m families $(PYTEST_JOBS) $(PYTEST_ARGS) tests/forward/test_families.py
 
 test-ranks: assets ## run the tests that play four, eight and sixteen learner ranks on this machine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(PYTEST_ARGS) tests/rl/parallel tests/cotrain/parallel

@@ -81,18 +81,28 @@ def reference(axes: "Axes", name: str) -> None:
     ).set_color(MUTED)
 
 
-def legend(axes: "Axes", fewest: int = 2) -> None:
-    """Names above the picture, where there are at least so many."""
-    names = axes.get_legend_handles_labels()[1]
-    if len(names) >= fewest:
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(-0.02, 1.0),
-            ncols=min(len(names), _MOST_NAMES),
-            handlelength=1.1,
-            handletextpad=0.5,
-            columnspacing=1.0,
-        )
+def legend(axes: "Axes", fewest: int = 2, **look: Any) -> None:
+    """Put the names above the picture, where there are at least ``fewest``, in as many columns as stand above it.
+
+    Call it when all else is drawn. The layout gives way to a legend that is wider than the axes by making the axes
+    narrow, so none is: names that fit in no column are cut. ``look`` are arguments of ``Axes.legend``.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    if len(names) < fewest:
+        return
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    room = 1.02 * axes.get_window_extent().width
+    look = {"handlelength": 1.1, "handletextpad": 0.5, "columnspacing": 1.0, "borderaxespad": 0.3} | look
+    longest = max(map(len, names))
+    ways = [(many, longest) for many in range(min(len(names), _MOST_NAMES), 0, -1)]
+    ways += [(1, int(longest * 0.8**cut)) for cut in range(1, 40) if longest * 0.8**cut >= 1]
+    for columns, kept in ways:
+        short = [name if len(name) <= kept else name[: kept - 1] + "…" for name in names]
+        made = axes.legend(handles, short, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, **look)
+        if made.get_window_extent().width <= room:
+            return
 
 
 class _OfStep(Protocol):
@@ -180,8 +190,9 @@ def write_picture(path: Path, panels: Sequence[tuple[str, Draw, str, int]], widt
         places = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
         for axes, (title, draw, x_label, _) in zip(places, panels, strict=True):
             _draw(axes, draw, x_label)
-            named = len(axes.get_legend_handles_labels()[1])
-            axes.set_title(printable(title), loc="left", pad=12 + 18 * math.ceil(named / _MOST_NAMES), fontsize=13)
+            above = axes.get_legend()
+            named = 0.0 if above is None else above.get_window_extent().height * 72 / figure.dpi
+            axes.set_title(printable(title), loc="left", pad=12 + named, fontsize=13)
         fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         try:
             figure.savefig(path, dpi=144, facecolor=page_colours()["card"], metadata=fixed)

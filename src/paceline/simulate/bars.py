@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.schema import PacelineError
-from paceline.simulate.plot import COLOURS, STYLE
+from paceline.simulate.plot import COLOURS, STYLE, legend_below
 from paceline.terminal import printable
 
 
@@ -50,7 +50,7 @@ def write_bars(
         axes.set_xlim(left=0)
         axes.set_xlabel(unit)
         axes.set_title(printable(title, 80), fontsize=11, loc="left")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+        legend_below(figure, fontsize=8)
         fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         try:
             figure.savefig(path, metadata=fixed)

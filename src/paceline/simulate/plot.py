@@ -2,11 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.schema import PacelineError
 from paceline.simulate.results import ReplayResult
 from paceline.terminal import printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0d9488", "#4f46e5", "#d97706", "#e11d48", "#0284c7", "#65a30d", "#7c3aed", "#db2777")
 _GREY, _LINE = "#64748b", "#e2e8f0"
@@ -54,12 +57,32 @@ def write_plot(result: ReplayResult, path: Path) -> None:
             axes.set_ylim(bottom=0)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         figure.axes[0].set_ylabel("tokens per forward")
-        figure.axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        legend_below(figure)
         fixed = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         try:
             figure.savefig(path, metadata=fixed)
         except (OSError, ValueError) as error:
             raise PacelineError(f"--plot {path}: cannot be written: {str(error).splitlines()[0]}") from None
+
+
+def legend_below(figure: "Figure", **look: Any) -> None:
+    """Put the names of the last axes below the whole figure, in as many columns as fit, and make it as much higher.
+
+    Names that fit in no column are cut, so that no picture is narrower for its names.
+    """
+    handles, names = figure.axes[-1].get_legend_handles_labels()
+    longest = max(map(len, names), default=0)
+    ways = [(many, longest) for many in range(len(names), 0, -1)] + [
+        (1, int(longest * 0.8**cut)) for cut in range(1, 40) if longest * 0.8**cut >= 1
+    ]
+    for columns, kept in ways:
+        short = [name if len(name) <= kept else name[: kept - 1] + "…" for name in names]
+        made = figure.legend(handles, short, loc="outside lower center", ncols=columns, **look)
+        size = made.get_window_extent()
+        if size.width <= figure.bbox.width:
+            figure.set_figheight(figure.get_figheight() + size.height / figure.dpi)
+            return
+        made.remove()
 
 
 def _curve(axes: Any, name: str, values: dict[str, float], colour: str, dashes: str) -> None:

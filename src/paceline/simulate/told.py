@@ -15,12 +15,11 @@ def verdict(tuned: Tuned) -> str:
     """The answer in one line."""
     one = tuned.expected
     gain = f"{one.speedup:.2f}x ({one.low:.2f} to {one.high:.2f}) on {tuned.held_out_steps} steps held out"
-    if tuned.chosen == NOTHING:
-        answer = "leave drafting off: by the steps before them nothing would be quicker than plain decoding"
-    elif tuned.final == NOTHING:
+    if tuned.final == NOTHING:
         answer = f"leave drafting off: {tuned.chosen} made {gain}, not surely above {WORTH}{_of_step(tuned)}"
     else:
         answer = f"draft: {tuned.chosen} makes rollouts {gain}"
+    answer += f"; expected were {one.expected_low:.2f}x to {one.expected_high:.2f}x"
     if tuned.final == tuned.best:
         return f"{answer}; the best of the sweep there"
     return f"{answer}; {tuned.distance:.1%} from the best of the sweep there, {tuned.best}"
