@@ -198,7 +198,7 @@ def test_the_picture_is_written(trace, tmp_path, name):
         ),
         (["--draft-seconds", "none"], "error: --draft-seconds says what drafting takes with --adaptive; add it"),
         (["--cost", "nothing"], "error: --cost nothing: no such file, and no preset"),
-        (["--plot", "absent/x.png"], "error: absent/x.png: cannot be written"),
+        (["--plot", "absent/x.png"], "error: --plot absent/x.png: cannot be written: No such file or directory\n"),
         (["--plot", "x.what"], "error: --plot x.what: cannot be written"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_model_that_drafts_and_the_whole_step_with_its_schedule(trace, times, 
         (("--cost", "smollm2-cpu", "--held-out", "1"), "--held-out 1: must be above 0 and below 1"),
         (
             ("--cost", "smollm2-cpu", "--out", "absent/y", "--budgets", "4"),
-            "absent/y: cannot be written: absent is no folder",
+            "error: --out absent/y: cannot be written: No such file or directory\n",
         ),
     ],
 )
