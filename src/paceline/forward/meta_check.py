@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from paceline.files import named
 from paceline.forward.attention import PassRow, UnsupportedModelError
-from paceline.forward.pretrained import ModelError, no_progress_bars, one_line
+from paceline.forward.model_files import CONFIG, foreign, load_config, no_progress_bars
+from paceline.forward.pretrained import policy_on_meta
 from paceline.forward.runner import Runner
 
 
@@ -16,14 +16,13 @@ def check_on_meta(source: Path, key: str, context: int = 0) -> None:
 
     The model is built on torch's meta device, from its ``config.json`` alone, and runs one packed pass there, which
     finds options of attention that the engine lacks and layers that attend twice. Logits, which the self-check
-    compares, do not exist there. Raises ModelError, with ``key``, where transformers cannot build the model.
+    compares, do not exist there. Raises ModelError, which begins with ``key``, where the configuration is
+    refused or transformers cannot build the model.
     """
-    try:
-        with no_progress_bars(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  whatever a configuration makes transformers raise
-        raise ModelError(f"{key}={source}: no causal language model can be built of it: {one_line(error)}") from None
+    where = f"{key}={named(source)}"
+    config = load_config(source, where)
+    with foreign(f"{where}: {named(source / CONFIG)}: makes no causal language model"), no_progress_bars():
+        model = policy_on_meta(config)
     runner = Runner(model, self_check=False, context=context)
     runner.kv.resize(1, 4)
     tokens, row = np.zeros(3, dtype=np.int64), PassRow(0, 0, 3, np.empty(0, dtype=np.int32))

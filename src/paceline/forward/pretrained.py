@@ -56,7 +56,7 @@ def _load(source: Path | str, where: str, dtype: str, trust_remote_code: bool) -
     config = load_config(source, where, trust_remote_code, len(stored))
     load_generation_config(folder)
     with foreign(f"{where}: {named(folder / CONFIG)}: makes no causal language model"):
-        skeleton = _skeleton(config, trust_remote_code)
+        skeleton = policy_on_meta(config, trust_remote_code)
         _check_shapes(skeleton, stored, where)
         attention = str(skeleton.config._attn_implementation)
         del skeleton
@@ -93,8 +93,11 @@ def meta_model(config: Any, attention: str, trust_remote_code: bool = False) -> 
     return model
 
 
-def _skeleton(config: Any, trust_remote_code: bool) -> PreTrainedModel:
-    """The model without memory, with torch's attention, or the plain one where the class has no other."""
+def policy_on_meta(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without memory, with torch's attention, or the plain one where the class has no other.
+
+    Raises whatever transformers makes of the configuration.
+    """
     try:
         return meta_model(config, "sdpa", trust_remote_code)
     except ValueError as error:
