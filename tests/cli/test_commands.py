@@ -611,6 +611,13 @@ def test_a_result_that_cannot_be_written_is_known_before_the_work(path, monkeypa
     assert len(found.stderr) < 600
 
 
+def test_a_run_below_a_file_is_known_before_the_work(tmp_path):
+    (tmp_path / "file").touch()
+    found = invoke("train", "--out", tmp_path / "file" / "run")
+    expected = f"error: --out {tmp_path}/file/run: cannot be written: Not a directory\n"
+    assert (found.exit_code, found.stderr) == (2, expected)
+
+
 def test_a_home_in_an_argument_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     found = invoke("config", "--json=~/result.json", "out=x")

@@ -199,7 +199,7 @@ def test_the_picture_is_written(trace, tmp_path, name):
         (["--draft-seconds", "none"], "error: --draft-seconds says what drafting takes with --adaptive; add it"),
         (["--cost", "nothing"], "error: --cost nothing: no such file, and no preset"),
         (["--plot", "absent/x.png"], "error: --plot absent/x.png: cannot be written: No such file or directory\n"),
-        (["--plot", "x.what"], "error: --plot x.what: cannot be written"),
+        (["--plot", "x.what"], "error: --plot x.what: cannot be written: Format 'what' is not supported; end the name"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
@@ -209,3 +209,8 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, mon
     assert done.exit_code == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_picture_of_no_format_is_refused_before_the_replay(tmp_path):
+    done = invoke(write_trace(tmp_path, [[[1, 1, 1, 1]]]), "--plot", tmp_path / "x.what")
+    assert (done.exit_code, done.stdout) == (2, "")

@@ -22,6 +22,8 @@ INTERRUPTED = 130
 MAX_ERROR_CHARS = 1000
 #: Largest value of an option that counts something, unless the option or ``_MOST`` says otherwise.
 _MOST_OF_ANY = 10_000_000
+#: Errors of a path at which nothing can be. Of a file that is written, ``check_writable`` looks at the folder.
+_NOWHERE = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
 _MOST = {
     "seed": (1 << 63) - 1,
     "kv_tokens": 1 << 40,
@@ -75,6 +77,28 @@ class Refused(typer.BadParameter):
 
 def source(text: str) -> Path:
     """The path that an argument names, ``~`` as the home it stands for."""
+    return _path(text, "read", _NOWHERE)
+
+
+def folder(text: str) -> Path:
+    """As ``source``, for a folder that is made and written to."""
+    return _path(text, "written", _NOWHERE)
+
+
+def target(text: str) -> Path:
+    """As ``source``, for a file that is written at the end: that it can be is found before the work."""
+    from paceline.files import FileWriteError, check_writable
+
+    path = _path(text, "written", _NOWHERE - {errno.ENOTDIR})
+    try:
+        check_writable(path)
+    except FileWriteError as error:
+        raise Refused(str(error)) from None
+    return path
+
+
+def _path(text: str, done: str, impossible: set[int]) -> Path:
+    """The path of an argument; Refused where nothing can be there for one of the reasons ``impossible`` (errno)."""
     from paceline.files import expanded, named
 
     if not text or "\0" in text:
@@ -83,26 +107,32 @@ def source(text: str) -> Path:
     try:
         os.lstat(path)
     except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        if isinstance(error, ValueError) or error.errno in impossible:
             reason = error.strerror if isinstance(error, OSError) else "no path of this system"
-            raise Refused(f"{named(path)}: cannot be read: {reason}") from None
+            raise Refused(f"{named(path)}: cannot be {done}: {reason}") from None
     return path
 
 
-def target(text: str) -> Path:
-    """As ``source``, for a file that is written at the end: that it can be is found before the work."""
-    from paceline.files import FileWriteError, check_writable
+def picture(text: str) -> Path:
+    """As ``target``, for a picture: a format that cannot be drawn is found before the work too."""
+    from paceline.files import named
 
-    path = source(text)
+    path = target(text)
     try:
-        check_writable(path)
-    except FileWriteError as error:
-        raise Refused(str(error)) from None
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise Refused(f"{named(path)}: needs matplotlib; pip install 'paceline[report]'") from None
+    kind = path.suffix[1:].lower()
+    if kind and kind not in FigureCanvasBase.filetypes:
+        raise Refused(
+            f"{named(path)}: cannot be written: Format {printable(repr(kind), 80)} is not supported; end the name in "
+            f".png, .svg or .pdf"
+        )
     return path
 
 
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", parser=source, help="Folder of the run; the same as out=DIR.")
+    Path | None, typer.Option("--out", metavar="DIR", parser=folder, help="Folder of the run; the same as out=DIR.")
 ]
 JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="PATH", parser=target, help="Also write the result as JSON.")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, Overrides, one_line_errors, source, write_json
+from paceline.cli.common import JsonPath, Overrides, folder, one_line_errors, source, write_json
 from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="DIR", help="Folder of the training [default: OUT-drafter].", parser=source
+            "--out", "-o", metavar="DIR", help="Folder of the training [default: OUT-drafter].", parser=folder
         ),
     ] = None,
     rollouts: Annotated[
@@ -100,7 +100,7 @@ def export(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="The new directory.", show_default=False, parser=source)
+        Path, typer.Option("--out", "-o", metavar="DIR", help="The new directory.", show_default=False, parser=folder)
     ],
     format: Annotated[  # noqa: A002
         Literal["vllm", "sglang", "speculators"], typer.Option("--format", help="Who shall load it.")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, target, write_json
+from paceline.cli.common import JsonPath, one_line_errors, picture, write_json
 from paceline.terminal import safe_console, say
 
 _Axis = Annotated[int | None, typer.Option(min=1, help="Ranks of this axis; as it is best.", show_default=False)]
@@ -49,7 +49,7 @@ def plan(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Also draw the memory by kind (PNG, SVG).", show_default=False, parser=target
+            metavar="PATH", help="Also draw the memory by kind (PNG, SVG).", show_default=False, parser=picture
         ),
     ] = None,
 ) -> None:

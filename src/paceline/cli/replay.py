@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.cli.common import JsonPath, one_line_errors, picture, source, write_json
 from paceline.terminal import safe_console, say
 
 _OFFER = 4
@@ -70,7 +70,7 @@ def replay(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Also draw tokens per forward by epoch (SVG, PNG).", show_default=False, parser=target
+            metavar="PATH", help="Also draw tokens per forward by epoch (SVG, PNG).", show_default=False, parser=picture
         ),
     ] = None,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.cli.common import JsonPath, one_line_errors, picture, source, target, write_json
 from paceline.terminal import safe_console, say
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def simulate(
     views: Annotated[bool, typer.Option("--views", help="Also simulate it from all sides, for --json.")] = False,
     png: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False, parser=target),
+        typer.Option(metavar="PATH", help="Draw these views (PNG, SVG, PDF).", show_default=False, parser=picture),
     ] = None,
     html: Annotated[
         Path | None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.common import JsonPath, one_line_errors, source, target, write_json
+from paceline.cli.common import JsonPath, one_line_errors, picture, source, write_json
 from paceline.terminal import safe_console, say
 
 
@@ -13,7 +13,7 @@ def timeline(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False, parser=source)],
     step: Annotated[int | None, typer.Option(metavar="N", help="Show one step, process by process.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Draw it, as PNG, SVG or PDF.", parser=target)
+        Path | None, typer.Option(metavar="PATH", help="Draw it, as PNG, SVG or PDF.", parser=picture)
     ] = None,
     json_path: JsonPath = None,
 ) -> None:
