@@ -4,6 +4,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -46,4 +48,20 @@ def tiny(architecture="llama", seed=0, dtype=torch.float64, context=128, layers=
             if parameter.ndim == 2:
                 parameter.mul_(4.0 if "embed" not in name else 20.0)
     model.generation_config.eos_token_id = None
+    return model
+
+
+def mixture(seed=0):
+    """A mixture in bfloat16 whose two routers are in float32, which its forward pass routes in."""
+    torch.manual_seed(seed)
+    config = Glm4MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, max_position_embeddings=64,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(config).eval().to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".gate.weight"):
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
     return model

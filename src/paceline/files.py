@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +29,8 @@ MAX_JSON_BYTES = 64 << 20
 #: Longest line that is read of a file of lines unless the caller says otherwise, in bytes.
 MAX_LINE_BYTES = 64 << 20
 _MAX_PATH_CHARS = 200
+_FLOAT = "__float__"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class FileError(PacelineError, OSError):
@@ -138,18 +140,42 @@ def read_json_object(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> dict[
     return value
 
 
-def to_json(value: Any, *, indent: int | None = None, sort_keys: bool = False) -> str:
-    """Return ``value`` as strict JSON text: numbers that are not finite are null, which every JSON reader takes."""
-    return json.dumps(_finite(value), indent=indent, sort_keys=sort_keys, allow_nan=False)
+def to_json(
+    value: Any,
+    *,
+    indent: int | None = None,
+    sort_keys: bool = False,
+    exact: bool = False,
+    default: Callable[[Any], Any] | None = None,
+) -> str:
+    """Return ``value`` as strict JSON text: numbers that are not finite are null, which every JSON reader takes.
+
+    With ``exact`` they are ``{"__float__": "NaN"}``, ``"Infinity"`` or ``"-Infinity"``, as transformers writes them;
+    ``exact_numbers`` gives them back. ``default`` makes plain values of what JSON has no form for.
+    """
+    plain = _finite(value, exact)
+    return json.dumps(plain, indent=indent, sort_keys=sort_keys, default=default, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+def exact_numbers(value: Any) -> Any:
+    """Return what JSON text of ``to_json(..., exact=True)`` was read as, with its numbers that are not finite again."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        if value.keys() == {_FLOAT} and isinstance(tag := value[_FLOAT], str) and tag in _NOT_FINITE:
+            return _NOT_FINITE[tag]
+        return {key: exact_numbers(item) for key, item in value.items()}
+    return [exact_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _finite(value: Any, exact: bool) -> Any:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"} if exact else None
+    if isinstance(value, dict):
+        # A key is text in JSON whatever it is, so one that is not finite has a form.
+        return {str(key) if isinstance(key, float) else key: _finite(item, exact) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_finite(item, exact) for item in value]
     return value
 
 

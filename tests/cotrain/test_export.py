@@ -280,6 +280,24 @@ def test_a_multi_token_head_joins_a_policy_of_a_family_that_brings_one(tmp_path)
     assert not (llama / "mtp.safetensors").exists()
 
 
+def test_a_policys_numbers_that_are_not_finite_stay_and_its_configuration_is_strict_json(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=2, limit=[0.0, float("inf")])  # fmt: skip
+    policy = AutoModelForCausalLM.from_config(config)
+    policy.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / CONFIG).read_text()) | {"limit": [0.0, float("inf")]}
+    for text in (json.dumps(stated), (tmp_path / CONFIG).read_text()):  # as older and newer transformers write it
+        (tmp_path / CONFIG).write_text(text)
+        join_mtp(make_head("mtp", HeadConfig(init="random"), policy, seed=3), tmp_path)
+        json.loads((tmp_path / CONFIG).read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert AutoConfig.from_pretrained(tmp_path).limit == [0.0, float("inf")]
+    (tmp_path / CONFIG).write_text("{")
+    with pytest.raises(ExportError, match="not JSON"):
+        join_mtp(make_head("mtp", HeadConfig(init="random"), policy, seed=3), tmp_path)
+
+
 def test_what_another_process_is_writing_stays_and_what_a_killed_one_left_goes(policy, tmp_path):
     import os
 

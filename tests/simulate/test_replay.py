@@ -142,6 +142,16 @@ def test_calibration_error_is_the_gap_between_promise_and_acceptance():
     assert result.calibration_error == pytest.approx((6 * abs(0.75 - 2 / 6) + 6 * 0.25) / 12)
 
 
+def test_calibration_leaves_out_what_is_drafted_behind_the_end_of_a_response():
+    chain = {"tokens": [6, 8, 1, 2], "probs": [1.0, 1.0, 0.9, 0.9]}
+    result, _ = play(lambda context, budget: chain if len(context) == len(PROMPT) else None, step(0, [6, 8]))
+    assert result.calibration_error == 0.0
+    # Of a tree only what hangs below the last token is left out: 5 and what follows it were refused.
+    tree = {"tokens": [5, 6, 7, 8, 1], "parents": [-1, -1, 0, 1, 3], "probs": [0.45, 1.0, 0.45, 1.0, 0.95]}
+    result, _ = play(lambda context, budget: tree if len(context) == len(PROMPT) else None, step(0, [6, 8]))
+    assert result.calibration_error == pytest.approx(0.9 / 4)
+
+
 def test_calibration_counts_the_nodes_of_a_tree_on_the_path():
     tree = {"tokens": [5, 6, 8], "parents": [-1, -1, 1], "probs": [0.0, 1.0, 1.0]}
     result, _ = play(lambda context, budget: tree if len(context) == len(PROMPT) else None, step(0, [6, 8]))

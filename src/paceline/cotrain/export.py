@@ -4,7 +4,6 @@ The directory is built beside its place and renamed, its metadata is written las
 the head that was there.
 """
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,15 @@ from paceline.cotrain.formats import ExportError as ExportError
 from paceline.cotrain.formats import parts, readme
 from paceline.drafters.heads import BlockHead, Head, MtpHead
 from paceline.drafters.heads.files import CONFIG, METADATA, WEIGHTS, WEIGHTS_INDEX, Format, Stored
-from paceline.files import put_in_place, sync_folder, write_atomically, write_synced
+from paceline.files import (
+    exact_numbers,
+    put_in_place,
+    read_json_object,
+    sync_folder,
+    to_json,
+    write_atomically,
+    write_synced,
+)
 from paceline.forward.layers import decoder_layers
 
 _README = "README.md"
@@ -52,7 +59,7 @@ def write_head(stored: Stored, directory: str | Path, format: Format = "vllm", s
         raise ExportError("the head's files do not say which layers it taps; say it: --taps")
     config, tensors, further = parts(stored, format, speculative_tokens)
     files = {
-        CONFIG: json.dumps(config, indent=2).encode() + b"\n",
+        CONFIG: to_json(config, indent=2, exact=True).encode() + b"\n",
         WEIGHTS: safetensors.torch.save(tensors, metadata={"format": "pt"}),
         _README: readme(stored, format).encode(),
         **further,
@@ -79,7 +86,7 @@ def join_mtp(head: MtpHead, policy: str | Path) -> None:
     folder = Path(policy)
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in head.checkpoint().items()}
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = exact_numbers(read_json_object(folder / CONFIG))
         told = _MTP_POLICIES.get(str(config.get("model_type")))
         if told is None:
             raise ExportError(
@@ -89,10 +96,10 @@ def join_mtp(head: MtpHead, policy: str | Path) -> None:
         write_atomically(folder / _MTP_WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
         index = folder / WEIGHTS_INDEX
         if index.is_file():
-            listed = json.loads(index.read_bytes())
+            listed = read_json_object(index)
             listed["weight_map"] |= dict.fromkeys(tensors, _MTP_WEIGHTS)
-            write_atomically(index, json.dumps(listed, indent=2).encode())
-        write_atomically(folder / CONFIG, json.dumps({**config, **told}, indent=2).encode())
+            write_atomically(index, to_json(listed, indent=2, exact=True).encode())
+        write_atomically(folder / CONFIG, to_json({**config, **told}, indent=2, exact=True).encode())
     except OSError as error:
         raise ExportError(f"{folder}: the head cannot be written there: {error.strerror or error}") from None
 
@@ -110,7 +117,7 @@ def _save(directory: Path, files: Mapping[str, bytes], metadata: Mapping[str, An
             fresh = Path(scratch) / "head"
             fresh.mkdir()
             hashes = {name: write_synced(fresh / name, content) for name, content in files.items()}
-            write_synced(fresh / METADATA, json.dumps({**metadata, "files": hashes}, indent=2).encode() + b"\n")
+            write_synced(fresh / METADATA, to_json({**metadata, "files": hashes}, indent=2).encode() + b"\n")
             sync_folder(fresh)
             put_in_place(fresh, directory)
     except OSError as error:

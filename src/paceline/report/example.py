@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from paceline.files import MAX_JSON_BYTES, named, read_bytes, write_atomically
 from paceline.report.metrics import counted, ratio
-from paceline.report.trace import TraceError, TraceRow, read_prompts, read_trace, spread
+from paceline.report.trace import TraceError, TraceRow, nan_for_null, read_prompts, read_trace, spread
 from paceline.schema import SOURCES, Count
 from paceline.terminal import as_html, printable
 
@@ -86,7 +87,8 @@ def make_examples(run_dir: Path, decode: Decode | None) -> list[Example]:
     stored = run_dir / "example.json"
     if decode is None and stored.is_file():
         try:
-            return msgspec.json.decode(read_bytes(stored, MAX_JSON_BYTES), type=list[Example])
+            rows = msgspec.json.decode(read_bytes(stored, MAX_JSON_BYTES), type=list[dict[str, Any]])
+            return [msgspec.convert(nan_for_null(Example, row), Example) for row in rows]
         except RecursionError:
             raise TraceError(f"{named(stored)}: not examples of a run: nested too deeply; delete it") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

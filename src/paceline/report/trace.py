@@ -280,7 +280,7 @@ def decode_line(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
     try:
         if b"null" not in line:
             return msgspec.json.decode(line, type=kind)
-        return msgspec.convert(_nan_for_null(kind, msgspec.json.decode(line)), kind)
+        return msgspec.convert(nan_for_null(kind, msgspec.json.decode(line)), kind)
     except RecursionError:
         raise TraceError(f"{named(path)}:{number}: not a line of {printable(path.name)}: nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -288,8 +288,8 @@ def decode_line(kind: type[RowT], line: bytes, path: Path, number: int) -> RowT:
         raise TraceError(f"{named(path)}:{number}: not a line of {printable(path.name)}: {why}") from None
 
 
-def _nan_for_null(kind: type[RowT], row: Any) -> Any:
-    """JSON has no NaN: a null in a float field stands for it."""
+def nan_for_null(kind: type[msgspec.Struct], row: Any) -> Any:
+    """``row`` of ``kind`` with NaN where a float field is null: JSON has no NaN, so null stands for it."""
     if isinstance(row, dict):
         for name, hint in typing.get_type_hints(kind).items():
             if hint is float and name in row and row[name] is None:

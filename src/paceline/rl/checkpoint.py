@@ -5,7 +5,6 @@
 and renamed, so a process killed at any moment leaves the previous checkpoint and, at worst, a folder nobody reads.
 """
 
-import json
 import re
 import shutil
 import tempfile
@@ -18,7 +17,17 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from paceline.files import file_hash, named, put_in_place, read_bytes, read_json_object, sync_folder, write_synced
+from paceline.files import (
+    exact_numbers,
+    file_hash,
+    named,
+    put_in_place,
+    read_bytes,
+    read_json_object,
+    sync_folder,
+    to_json,
+    write_synced,
+)
 from paceline.forward.model_files import read_tensors
 from paceline.rl.layout import BLOB, MARKER, newest_first
 from paceline.schema import PacelineError
@@ -81,8 +90,8 @@ def save(
             }
             for name, blob in (blobs or {}).items():
                 hashes[f"{name}{BLOB}"] = write_synced(fresh / f"{name}{BLOB}", blob)
-            hashes[_META] = write_synced(fresh / _META, json.dumps({**meta, "step": step}, indent=2).encode())
-            write_synced(fresh / MARKER, json.dumps(hashes, indent=2).encode())
+            hashes[_META] = write_synced(fresh / _META, to_json({**meta, "step": step}, indent=2, exact=True).encode())
+            write_synced(fresh / MARKER, to_json(hashes, indent=2).encode())
             sync_folder(fresh)
             put_in_place(fresh, target)
     except OSError as error:
@@ -138,7 +147,7 @@ def _load(path: Path) -> Checkpoint:
             tensors[name.removesuffix(_TENSORS)] = read_tensors(path / name)
         elif name.endswith(BLOB):
             blobs[name.removesuffix(BLOB)] = read_bytes(path / name, _MAX_BLOB_BYTES)
-    meta = read_json_object(path / _META, _MAX_META_BYTES)
+    meta = exact_numbers(read_json_object(path / _META, _MAX_META_BYTES))
     step = meta.get("step")
     if type(step) is not int or not 0 <= step < 1 << 53:
         raise ValueError(f"{_META} has no step")

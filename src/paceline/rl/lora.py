@@ -3,7 +3,6 @@
 An adapted weight is W + (alpha / r) B A (Hu et al. 2021). Nothing here loads a pickle.
 """
 
-import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.config import LoraConfig, PolicyConfig
-from paceline.files import files_replaced, named, read_json_object
+from paceline.files import files_replaced, named, read_json_object, to_json
 from paceline.forward.layers import decoder_layers
 from paceline.forward.model_files import about, check_finite, foreign, read_tensors
 from paceline.forward.sharding import gathered, placed
@@ -220,7 +219,7 @@ def write_adapter(model: PeftModel, directory: Path, base: str | None, dtype: to
     }
     with files_replaced(directory) as fresh:
         (fresh / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
-        text = json.dumps(settings, indent=2, sort_keys=True, default=_as_json)
+        text = to_json(settings, indent=2, sort_keys=True, default=_as_json)
         (fresh / _CONFIG).write_text(text + "\n", encoding="utf-8")
 
 

@@ -4,7 +4,6 @@ Decoding a GGUF: tensors are dequantised, and the rows of q and k are put back i
 embedding wants (a GGUF interleaves the two halves of every head).
 """
 
-import json
 import os
 import shutil
 import tempfile
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from paceline.files import to_json
 from paceline.forward.pretrained import ModelError as ModelError
 from paceline.forward.pretrained import model_source
 from paceline.rl.tasks.data import cache_dir, fetch
@@ -191,4 +191,4 @@ def _save_tokenizer(meta: Mapping[str, Any], into: Path) -> None:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    path.write_text(to_json(value, indent=2, exact=True) + "\n", encoding="utf-8")

@@ -70,7 +70,7 @@ class Replay:
         self._insert_seconds = self._other_seconds = 0.0
         self._stale = 0
         self._bins = np.zeros((3, _BINS))
-        self._rated: list[tuple[npt.NDArray[np.float32], Sequence[int]]] = []
+        self._rated: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]] = []
 
     def play(self, step: Step, requests: Sequence[RolloutRequest]) -> None:
         """Replay one step. ``requests`` are those of ``step.requests()``, which several drafters may share."""
@@ -134,7 +134,7 @@ class Replay:
             drafted = kept = 0
             if draft is not None:
                 drafted = len(draft.tokens)
-                nodes = self._accept(draft, row.recorded[at : at + drafted])
+                nodes = self._accept(draft, row.recorded[at:])
                 kept = len(nodes)
                 found[draft.request_id] = nodes, at + kept == len(row.recorded)
                 row.hits += 1
@@ -205,8 +205,12 @@ class Replay:
         self._other_seconds += seconds
         return current
 
-    def _accept(self, draft: Draft, recorded: Tokens) -> Sequence[int]:
-        """The drafted nodes that stand in ``recorded``, from the root; they are remembered for the calibration."""
+    def _accept(self, draft: Draft, left: Tokens) -> Sequence[int]:
+        """The drafted nodes that stand in what is ``left`` of a response, from the root.
+
+        They are remembered for the calibration; but what is drafted behind the response's end, which nobody tests.
+        """
+        recorded = left[: len(draft.tokens)]
         if draft.parents is None:
             differs = draft.tokens[: len(recorded)] != recorded
             first = int(differs.argmax())
@@ -214,7 +218,10 @@ class Replay:
         else:
             nodes = tree_path(draft, recorded)
         if draft.probs is not None:
-            self._rated.append((draft.probs, nodes))
+            hits = np.zeros(len(draft.tokens))
+            hits[list(nodes)] = 1
+            is_tested = ~_below(draft, nodes[-1]) if len(nodes) == len(left) else np.ones(len(hits), dtype=bool)
+            self._rated.append((draft.probs[is_tested], hits[is_tested]))
         return nodes
 
     def _count(self, rows: Sequence[Row], slots: int) -> None:
@@ -232,10 +239,7 @@ class Replay:
                 for passes, batch, kv in plain_passes(lengths, contexts, slots)
             )
         if self._rated:
-            probs = np.concatenate([probs for probs, _ in self._rated])
-            starts = np.cumsum([0] + [len(probs) for probs, _ in self._rated[:-1]])
-            hits = np.zeros(probs.size)
-            hits[[s + node for s, (_, nodes) in zip(starts.tolist(), self._rated, strict=True) for node in nodes]] = 1
+            probs, hits = (np.concatenate(parts) for parts in zip(*self._rated, strict=True))
             bins = np.clip((probs * _BINS).astype(np.int64), 0, _BINS - 1)
             for index, weights in enumerate((None, probs, hits)):
                 self._bins[index] += np.bincount(bins, weights, minlength=_BINS)
@@ -284,6 +288,16 @@ class Replay:
     def _prefetch_coverage(self, tally: Tally) -> float:
         prefetches = self._all.prefetched or isinstance(self.drafter, Prefetcher)
         return ratio(tally.prefetched, tally.prefetchable) if prefetches else math.nan
+
+
+def _below(draft: Draft, node: int) -> npt.NDArray[np.bool_]:
+    """Which nodes of a draft stand below ``node``."""
+    if draft.parents is None:
+        return np.arange(len(draft.tokens)) > node
+    below = np.zeros(len(draft.tokens), dtype=bool)
+    for index, parent in enumerate(draft.parents.tolist()):
+        below[index] = parent == node or (parent >= 0 and below[parent])
+    return below
 
 
 def tree_path(draft: Draft, recorded: Tokens) -> list[int]:

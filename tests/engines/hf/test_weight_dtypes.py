@@ -2,27 +2,13 @@
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.engines.hf import HFEngine
 from paceline.engines.vllm import weights as vllm_weights
 from paceline.forward.checksum import checksums
 from paceline.rl.cluster.transport.parcel import DTYPES
-
-
-def mixture(seed=0):
-    """A mixture in bfloat16 whose routers are in float32, as ``_keep_in_fp32_modules`` leaves them."""
-    torch.manual_seed(seed)
-    config = MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
-    )  # fmt: skip
-    model = MixtralForCausalLM(config).eval().to(torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if ".gate." in name:
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    return model
+from tiny_models import mixture
 
 
 def routers(model):

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from paceline.drafters.heads.base import HeadKind
-from paceline.files import aside_of, file_hash, named, read_json_object
+from paceline.files import aside_of, exact_numbers, file_hash, named, read_json_object
 from paceline.forward.model_files import (
     ModelError,
     check_finite,
@@ -88,7 +88,7 @@ def read_head(path: str | Path, taps: tuple[int, ...] = ()) -> Stored:
     """
     folder = _folder(path)
     metadata = _metadata(folder)
-    config = read_json_object(folder / CONFIG)
+    config = exact_numbers(read_json_object(folder / CONFIG))
     tensors = _tensors(folder)
     with foreign(f"{named(folder / CONFIG)}: not a head's configuration"):
         return _stored(folder, metadata, config, tensors, taps)

@@ -1,6 +1,5 @@
 """History and drafter in a TRL run's checkpoints, and the drafter's training at its place in a step."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from paceline.files import write_atomically
+from paceline.files import exact_numbers, read_json_object, to_json, write_atomically
 from paceline.forward.model_files import read_tensors
 from paceline.history.snapshot import SnapshotError
 from paceline.integrations.trl.teaching import Teaching
@@ -51,7 +50,7 @@ class Keeper(TrainerCallback):
             if self._teaching is not None:
                 tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._teaching.tensors().items()}
                 save_file(tensors, folder / f"paceline-{self._rank}.safetensors")
-                text = json.dumps(self._teaching.state())
+                text = to_json(self._teaching.state(), exact=True)
                 write_atomically(folder / f"paceline-{self._rank}.json", text.encode())
         except OSError as error:
             _LOG.warning("%s: history and drafter are not in this checkpoint: %s", folder, error)
@@ -73,7 +72,7 @@ class Keeper(TrainerCallback):
             if self._teaching is not None:
                 self._teaching.load(
                     read_tensors(folder / f"paceline-{self._rank}.safetensors"),
-                    json.loads((folder / f"paceline-{self._rank}.json").read_text()),
+                    exact_numbers(read_json_object(folder / f"paceline-{self._rank}.json")),
                 )
         except (OSError, SnapshotError, SafetensorError, PacelineError, KeyError, TypeError, ValueError) as error:
             _LOG.warning("%s: what paceline remembered does not fit and starts anew: %s", folder, error)

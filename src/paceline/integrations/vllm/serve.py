@@ -1,7 +1,6 @@
 """Starts vLLM's OpenAI-compatible server with the plug-in in it, and looks after the process."""
 
 import http.client
-import json
 import os
 import re
 import signal
@@ -22,7 +21,7 @@ import msgspec
 
 from paceline.config import PluginConfig, is_loopback
 from paceline.engines.vllm.versions import require_vllm
-from paceline.files import read_bytes
+from paceline.files import read_bytes, to_json
 from paceline.integrations.frameworks import engine_arguments
 from paceline.integrations.vllm.access import TOKEN
 from paceline.integrations.vllm.server_process import MIDDLEWARE, REPORT, Report
@@ -80,14 +79,14 @@ class Server:
             )
         _check_secrets(token, self._environ)
         drafts = engine_arguments(plugin, environ=environ)
-        additional = json.dumps(drafts["additional_config"])
+        additional = to_json(drafts["additional_config"])
         self.model, self.plugin, self.host, self.port, self.token = model, plugin, host, port, token
         ours = [
             "--model", model, "--host", host, "--port", str(port), "--shutdown-timeout", str(_DRAIN_SECONDS),
             "--middleware", MIDDLEWARE, "--additional-config", additional,
         ]  # fmt: skip
         if "speculative_config" in drafts:
-            ours += ["--speculative-config", json.dumps(drafts["speculative_config"])]
+            ours += ["--speculative-config", to_json(drafts["speculative_config"])]
         process = [sys.executable, "-m", "paceline.integrations.vllm.server_process", str(len(ours))]
         self.command = [*process, *ours, *arguments]
         self._report_path: Path | None = None

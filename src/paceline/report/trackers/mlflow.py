@@ -1,6 +1,5 @@
 """MLflow: a server, or a database in the run's folder."""
 
-import json
 import math
 import os
 import re
@@ -15,6 +14,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from paceline.files import to_json
 from paceline.report.trackers.base import Tracked, charted
 from paceline.schema import StepRecord
 
@@ -60,4 +60,4 @@ def _name(key: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return (value if isinstance(value, str) else json.dumps(value))[:_VALUE]
+    return (value if isinstance(value, str) else to_json(value))[:_VALUE]

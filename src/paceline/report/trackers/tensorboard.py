@@ -1,6 +1,5 @@
 """TensorBoard's event files, written by its own writer; no TensorFlow and no torch."""
 
-import json
 import time
 from typing import Any
 
@@ -9,6 +8,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import summary_v2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from paceline.files import to_json
 from paceline.report.trackers.base import Tracked, charted
 from paceline.schema import StepRecord
 
@@ -45,4 +45,4 @@ class TensorboardTracker:
 
 
 def _plain(value: Any) -> str | float | bool:
-    return value if isinstance(value, str | int | float | bool) else json.dumps(value)
+    return value if isinstance(value, str | int | float | bool) else to_json(value)
