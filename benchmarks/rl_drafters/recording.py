@@ -63,7 +63,10 @@ class Recording:
         if self.is_complete:
             return
         policies.make(self.policy, self.size, tell)
-        folder.claim(self.folder, config, resume=False, overwrite=True)
+        with folder.claimed(self.folder, config, resume=False, overwrite=True):
+            self._record(config, weights, tell)
+
+    def _record(self, config: Config, weights: Path, tell: Callable[[str], None]) -> None:
         weights.mkdir(exist_ok=True)
         run: Run
 

@@ -335,8 +335,8 @@ class RolloutRequest(msgspec.Struct, kw_only=True, eq=False):
     begun: "Rollout | None" = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.request_id, str) or not self.request_id:
-            raise ValueError(f"request_id={_shown(self.request_id)}: must be text, not empty")
+        if not isinstance(self.request_id, str):
+            raise ValueError(f"request_id={_shown(self.request_id)}: must be text")
         name = f"request {_shown(self.request_id)[1:-1]}"
         for field, kind, wanted in (
             ("params", SamplingParams, "SamplingParams"),

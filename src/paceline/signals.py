@@ -6,6 +6,7 @@ request. A signal that is ignored where the process starts (``nohup``), or that 
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from multiprocessing import resource_tracker
 
 #: Every signal that asks a job to stop.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_AGAIN_SECONDS = 0.02
 
 
 class StoppedBySignalError(KeyboardInterrupt):
@@ -63,7 +65,11 @@ def stop_after_step() -> Iterator[StopRequest]:
         else:
             _end_by(signum)
 
-    with _handled(ask):
+    def lost() -> None:
+        nonlocal times
+        times -= 1
+
+    with _handled(ask, lost):
         yield stopping
 
 
@@ -79,13 +85,20 @@ def stop_at_once() -> Iterator[None]:
             _end_by(signum)
         raise StoppedBySignalError(signum)
 
-    with _handled(ask):
+    def lost() -> None:
+        nonlocal times
+        times -= 1
+
+    with _handled(ask, lost):
         yield
 
 
 @contextmanager
-def _handled(ask: Callable[[int], None]) -> Iterator[None]:
-    """Within it ``ask`` receives stop signals; nothing changes outside the main thread, which alone may handle them."""
+def _handled(ask: Callable[[int], None], lost: Callable[[], None]) -> Iterator[None]:
+    """Within it ``ask`` receives stop signals; nothing changes outside the main thread, which alone may handle them.
+
+    Python drops what is raised in a destructor or a hook of a fork: ``lost`` is called then, and the signal sent again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -99,7 +112,18 @@ def _handled(ask: Callable[[int], None]) -> Iterator[None]:
     def handle(signum: int, _frame: object) -> None:
         ask(signum)
 
+    dropped = sys.unraisablehook
+
+    def unraisable(what: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(what.exc_value, StoppedBySignalError):
+            dropped(what)
+            return
+        lost()
+        # From a thread, once the main thread is out of this hook, in which it would be dropped again.
+        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), what.exc_value.signum)).start()
+
     handle.stops = True  # type: ignore[attr-defined]
+    sys.unraisablehook = unraisable
     for number in before:
         signal.signal(number, handle)
     try:
@@ -107,6 +131,7 @@ def _handled(ask: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = dropped
 
 
 @contextmanager

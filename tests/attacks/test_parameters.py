@@ -152,7 +152,7 @@ def test_what_is_no_prompt_is_refused_by_the_request(prompt):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("request_id", 3), ("request_id", ""), ("params", {}), ("group", 1), ("speculate", "no"), ("begun", {})],
+    [("request_id", 3), ("request_id", None), ("params", {}), ("group", 1), ("speculate", "no"), ("begun", {})],
 )
 def test_every_field_of_a_request_is_checked(field, value):
     with pytest.raises(ValueError, match=field):

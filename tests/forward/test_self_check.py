@@ -21,7 +21,7 @@ from paceline.forward import attention, self_check
 from paceline.forward.attention import Call, PassPlan, PassRow, UnsupportedModelError
 from paceline.forward.kv import KVSlots
 from paceline.forward.runner import Runner
-from paceline.schema import RolloutRequest, SamplingParams, as_tokens
+from paceline.schema import as_tokens, FailedRequestError, RolloutRequest, SamplingParams
 from tiny_models import ARCHITECTURES, tiny
 
 _SHAPE = {
@@ -216,7 +216,7 @@ def test_a_layer_that_attends_twice_is_refused_also_without_the_check():
     with pytest.raises(UnsupportedModelError, match="DiffLlamaForCausalLM: layer 0 attends more than once"):
         Runner(model)
     engine = HFEngine(model, config=EngineConfig(self_check=False))
-    with pytest.raises(UnsupportedModelError, match="attends more than once"):
+    with pytest.raises(FailedRequestError, match="request a, .*attends more than once"):
         engine.generate([RolloutRequest(request_id="a", prompt=as_tokens([1, 2]), params=SamplingParams(max_tokens=2))])
 
 

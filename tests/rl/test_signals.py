@@ -171,3 +171,15 @@ def test_handlers_that_a_library_installs_are_undone():
     with handlers_kept():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # as Ray does when a driver connects
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_stop_that_python_drops_in_a_destructor_is_asked_for_again():
+    class Closing:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(1000):  # the handler runs in here, where nothing that is raised gets out
+                pass
+
+    with pytest.raises(StoppedBySignalError, match="SIGTERM"), stop_at_once():
+        Closing()
+        time.sleep(5)

@@ -118,7 +118,7 @@ def test_a_run_tells_its_curve_by_step(tmp_path):
         depth_acceptance=[0.8, 0.5, 1.0],
     )
     shallow = msgspec.structs.replace(
-        seen, depths_tested=[100], depth_acceptance=[0.2], draft_train_seconds=math.nan, policy_forwards=10
+        seen, step=1, depths_tested=[100], depth_acceptance=[0.2], draft_train_seconds=math.nan, policy_forwards=10
     )
     run = run_folder(tmp_path / "run", config, [seen, shallow])
     curve = load_soft(f"mine={run}")
