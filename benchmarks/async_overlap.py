@@ -11,6 +11,7 @@ compared by t tests against the noise of seeds (Welch's) and paired by seed. Run
 """
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.files import to_json
 from paceline.report.trace import read_metrics, read_timeline
 from paceline.simulate.plot import COLOURS, STYLE
 
@@ -156,7 +156,7 @@ def main():
         draw(found, args.figure)
     if args.json:
         cells = {" ".join(cell): row for cell, row in results.items()}
-        args.json.write_text(to_json({"cells": cells, "second_half": test}, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps({"cells": cells, "second_half": test}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ r"""What context parallelism costs and saves a drafter's training: memory, traff
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-
-from paceline.files import to_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -193,7 +192,7 @@ def main():
     if args.figure and "head" in found:
         draw(found["head"], args.figure)
     if args.json:
-        args.json.write_text(to_json(found, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

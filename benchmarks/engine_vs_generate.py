@@ -8,6 +8,7 @@ its longest row, the engine frees a slot at once. Runs alternate; the ratio is t
 """
 
 import argparse
+import json
 import time
 from statistics import median
 
@@ -16,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from paceline.engines.hf import HFEngine
-from paceline.files import to_json
 from paceline.rl.models import resolve_model
 from paceline.schema import RolloutRequest, SamplingParams
 
@@ -118,7 +118,7 @@ def main():
             )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json(results, indent=1))
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ threads, which does not count what other processes on a busy machine take.
 
 import argparse
 import copy
+import json
 import time
 
 import numpy as np
@@ -22,7 +23,6 @@ from paceline.config import BudgetConfig, EngineConfig, load_config
 from paceline.drafters import HistoryDrafter
 from paceline.drafters.baselines import BASELINES
 from paceline.engines.hf import HFEngine
-from paceline.files import to_json
 from paceline.rl.curriculum import load_items
 from paceline.rl.policy import Policy
 from paceline.rl.tasks.registry import make_task
@@ -226,7 +226,7 @@ def main():
             )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json(results, indent=1))
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

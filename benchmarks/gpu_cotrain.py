@@ -11,6 +11,7 @@ CUDA in bfloat16; with ``--tiny``, and where there is no GPU, the same code runs
 """
 
 import argparse
+import json
 import random
 import time
 from contextlib import contextmanager
@@ -35,7 +36,6 @@ from paceline.config import (
 from paceline.cotrain.taps import Collector
 from paceline.cotrain.trainer import Trainer
 from paceline.drafters.heads import make_head
-from paceline.files import to_json
 from paceline.forward.optimiser import Optimiser
 from paceline.report.metrics import accept_histogram
 from paceline.rl.batch import Batch
@@ -366,7 +366,7 @@ def main():
     show(bench.results)
     print(f"\n{bench.results['seconds']:.0f} seconds")
     if args.json:
-        args.json.write_text(to_json(bench.results, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(bench.results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import numpy as np
 from paceline.config import BudgetConfig, DrafterConfig, EngineConfig, load_config
 from paceline.drafters import make_drafter
 from paceline.engines.hf import HFEngine
-from paceline.files import to_json
 from paceline.rl.curriculum import load_items, rollout_requests
 from paceline.rl.policy import Policy
 from paceline.rl.tasks.registry import make_task
@@ -121,7 +120,7 @@ def main():
         results += [{key: value for key, value in row.items() if key != "tokens"} for row in rows]
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json(results, indent=1))
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

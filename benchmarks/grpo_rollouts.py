@@ -7,10 +7,10 @@ tokens per forward and how many times as fast as plain decoding generation was, 
 """
 
 import argparse
+import json
 import tempfile
 
 from paceline.config import load_config
-from paceline.files import to_json
 from paceline.report.metrics import identity_verdict
 from paceline.report.summary import first_and_later
 from paceline.rl.loop import train
@@ -57,7 +57,7 @@ def main():
             )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json(results, indent=1))
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ rollouts of other prompts. Times are of the processor that this process had, so 
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from paceline.drafters import PolicyTraits
 from paceline.drafters.head import HeadDrafter
 from paceline.drafters.heads import make_head
 from paceline.engines.hf import HFEngine
-from paceline.files import to_json
 from paceline.forward.taps import FINAL, Taps
 from paceline.rl.policy import Policy
 from paceline.rl.tasks.text_to_sql import TextToSql
@@ -189,7 +189,7 @@ def main():
                 flush=True,
             )
     if args.json:
-        Path(args.json).write_text(to_json(table, indent=1), encoding="utf-8")
+        Path(args.json).write_text(json.dumps(table, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

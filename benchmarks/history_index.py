@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.files import to_json
 from paceline.history import Settings, make_history
 from paceline.history.native import why_not
 
@@ -242,7 +241,7 @@ def main() -> None:
     for key, value in row.items():
         print(f"  {key}: {value:,.3f}" if isinstance(value, float) else f"  {key}: {value:,}")
     if arguments.json:
-        arguments.json.write_text(to_json(results, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

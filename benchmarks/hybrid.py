@@ -14,6 +14,7 @@ Beside history the model drafts three children a node: leaves cost it no pass.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -32,7 +33,6 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.head import HeadDrafter
 from paceline.drafters.heads import make_head
 from paceline.engines.hf import HFEngine
-from paceline.files import to_json
 from paceline.history import Settings
 from paceline.rl.policy import Policy
 from paceline.rl.scoring import Scorer
@@ -313,7 +313,7 @@ def main():
         # Tokens are the same for all sides, so this is the mean over forwards.
         row(name, "all", [len(epochs) / sum(1 / table[side][epoch] for epoch in epochs) for side in SIDES])
     if args.json:
-        Path(args.json).write_text(to_json(results, indent=1), encoding="utf-8")
+        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 def row(name, epoch, values):

@@ -9,6 +9,7 @@ sides run in one process, in turn; figures are processor seconds of the process,
 
 import argparse
 import copy
+import json
 import time
 from statistics import median
 
@@ -17,7 +18,6 @@ import numpy as np
 from paceline.config import BudgetConfig, EngineConfig, load_config
 from paceline.drafters import HistoryDrafter
 from paceline.engines.hf import HFEngine
-from paceline.files import to_json
 from paceline.forward.attention import PassRow
 from paceline.forward.runner import Runner
 from paceline.rl.curriculum import load_items
@@ -133,7 +133,7 @@ def main():
     results = passes(model, args.repeats) | {"generation": generations(model, prompts, policy.eos_ids)}
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json(results, indent=1))
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ beside a copy's on the same GPU.
 """
 
 import argparse
+import json
 import os
 import platform
 import sys
@@ -21,7 +22,6 @@ from statistics import median
 import numpy as np
 import torch
 
-from paceline.files import to_json
 from paceline.sampling import kernels
 from paceline.sampling.keyed import block_logsumexp, keyed_sample
 from paceline.sampling.soft import SoftNodes, block_laws, rejection_laws
@@ -218,7 +218,7 @@ def main():
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
-    print(to_json(machine))
+    print(json.dumps(machine))
     sys.path.insert(0, str(ROOT / "tests" / "sampling"))
     from kernel_checks import run_checks
 
@@ -233,7 +233,7 @@ def main():
     found["times"] = timed(bandwidth)
     print(f"all took {time.perf_counter() - began:.0f} s")
     if args.json:
-        Path(args.json).write_text(to_json(found, indent=1), encoding="utf-8")
+        Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
     if any(failures.values()):
         sys.exit(1)
 

@@ -8,12 +8,12 @@ the policy and a drafter with its logits perturbed by normal noise sample the sa
 """
 
 import argparse
+import json
 import time
 from statistics import median
 
 import torch
 
-from paceline.files import to_json
 from paceline.sampling.keyed import block_logsumexp, keyed_sample
 from paceline.sampling.noise import Purpose, gumbels
 
@@ -68,7 +68,7 @@ def main():
         print(f"drafter off by N(0, {noise})  coupled: two-level {ours:.3f}  flat {theirs:.3f}")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json(rows, indent=1))
+            json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ fixed drafts of the same pass would be.
 """
 
 import argparse
+import json
 from pathlib import Path
 
-from paceline.files import to_json
 from paceline.simulate.run import replay_traces
 
 TRACES = Path(__file__).parent / "traces"
@@ -43,7 +43,7 @@ def main():
                 print(f"| {trace} | {part} | {budget} | {spent[0]:.2f} | {spent[1]:.2f} | {pair[0]:.2f} | "
                       f"{pair[1]:.2f} | {pair[1] / pair[0]:.3f}x |", flush=True)  # fmt: skip
     if args.json:
-        Path(args.json).write_text(to_json(rows, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

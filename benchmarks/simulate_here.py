@@ -19,6 +19,7 @@ is done by one thread.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -39,7 +40,6 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.head import HeadDrafter
 from paceline.drafters.prober import Prober
 from paceline.engines.hf import HFEngine, schedule
-from paceline.files import to_json
 from paceline.history import Settings
 from paceline.rl.policy import Policy
 from paceline.rl.probes import Point
@@ -373,7 +373,7 @@ def main() -> None:
     found = run(policy, sides, batches, drafted, prompts, rounds=args.rounds, passes=args.passes)
     show(found)
     if args.json:
-        Path(args.json).write_text(to_json([asdict(one) for one in found], indent=1), encoding="utf-8")
+        Path(args.json).write_text(json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ With `--clock processor` the profile and what is synchronous are timed by the pr
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -42,7 +43,6 @@ from simulated_rounds import pooled
 
 from paceline.config import Config
 from paceline.drafters import make_drafter
-from paceline.files import to_json
 from paceline.rl.cluster.session import RayCluster
 from paceline.rl.policy import Policy
 from paceline.rl.probes import Point
@@ -185,7 +185,7 @@ def main() -> None:
     if args.json:
         cells = [{**asdict(one), "error": one.error, "error_beforehand": one.error_beforehand} for one in found]
         content = {"cells": cells, "beside": {batch: asdict(one) for batch, one in beside.items()}}
-        args.json.write_text(to_json(content, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

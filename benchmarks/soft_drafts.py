@@ -14,6 +14,7 @@ four depths. Every side drafts from nothing but that model, for the same request
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,6 @@ from paceline.config import BudgetConfig, EngineConfig, PolicyConfig
 from paceline.drafters import PolicyTraits
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engines.hf import HFEngine
-from paceline.files import to_json
 from paceline.forward.pretrained import load_pretrained
 from paceline.rl.policy import Policy
 from paceline.rl.pretrain import BOS, EOS, PAD, save, seeded, train
@@ -291,7 +291,7 @@ def main():
     rows = measure_model(args.samples)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json({"laws": cells, "draft_model": rows}, indent=1))
+            json.dump({"laws": cells, "draft_model": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from paceline.cotrain.parallel.stages import EMBEDDINGS, PolicyStage, split, sta
 from paceline.cotrain.parallel.ways import TapWays
 from paceline.cotrain.ttt import TrainingTimeTest
 from paceline.drafters.heads import make_head
-from paceline.files import to_json
 from paceline.forward.taps import FINAL, Taps
 
 CPU = torch.device("cpu")
@@ -210,7 +209,7 @@ def ends_main(rank, transports, shape, puts, folder):
             dist.barrier()
             found[f"{transport} {slots}"] = [statistics.median(takes), (time.perf_counter() - begun) / puts]
         ways.close()
-    Path(folder, f"{rank}.json").write_text(to_json(found))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -323,7 +322,7 @@ def main():
             stages: {f"{stage} {kind}": value for (stage, kind), value in each.items()}
             for stages, each in found["step_s"].items()
         }
-        args.json.write_text(to_json(found, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ forward pass a round: medians over the rounds after the first, in which nothing 
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections import defaultdict
@@ -16,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from paceline.files import to_json
 from paceline.integrations.transformers import Speculation
 from paceline.rl.models import resolve_model
 from paceline.rl.tasks.text_to_sql import TextToSql
@@ -102,7 +102,7 @@ def main():
         )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json({"settings": vars(args), "results": results}, indent=1))
+            json.dump({"settings": vars(args), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

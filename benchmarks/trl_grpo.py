@@ -8,13 +8,12 @@ tokens per forward, and the rewards.
 """
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
-
-from paceline.files import to_json
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -126,7 +125,7 @@ def main():
             print(f"{way:22}{name:>8}" + "".join(f"{figure:16.3f}" for figure in figures))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            file.write(to_json([asdict(one) | {"said": None} for one in runs], indent=1))
+            json.dump([asdict(one) | {"said": None} for one in runs], file, indent=1)
 
 
 if __name__ == "__main__":

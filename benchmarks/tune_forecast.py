@@ -10,13 +10,13 @@ width of it in log-speedup. The change at a random step of "level shift" is not 
 """
 
 import argparse
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 
 import paceline.simulate.tune as tune
-from paceline.files import to_json
 from paceline.simulate.forecast import forecast, steady_drafting
 
 TRACES = Path(__file__).parent / "traces"
@@ -110,7 +110,7 @@ def main():
                 steps, errors = recorded(trace, cost, batch)
                 rows.append(row(f"{trace}, {cost}", steps, errors))
     if args.json:
-        Path(args.json).write_text(to_json(rows, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ do. The table gives tokens per row-forward (one decoding row in one policy pass)
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from paceline.files import to_json
 from paceline.report.metrics import acceptance, tokens_per_forward
 from paceline.report.trace import read_metrics, read_trace
 
@@ -115,7 +115,7 @@ def main():
             for side in (side for side in by_side if side.startswith("history")):
                 print(f"epoch {epoch}: {side} {by_side[side] / peers[best]:.2f}x the best peer ({best})")
     if args.json:
-        Path(args.json).write_text(to_json(results, indent=1), encoding="utf-8")
+        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ proposer compiles itself when it is built, and keeps nothing. Needs the environm
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -22,8 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-
-from paceline.files import to_json
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -209,7 +208,7 @@ def main():
         results += report(name, passes, tokens)
         print(f"  ({tokens} tokens, {results[-1]['tokens_per_forward']:.2f} tokens per forward)", flush=True)
     if args.json:
-        Path(args.json).write_text(to_json(results, indent=1), encoding="utf-8")
+        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

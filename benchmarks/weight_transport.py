@@ -9,6 +9,7 @@ random.
 """
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.files import to_json
 from paceline.rl.cluster.transport import Receiver, make_sender
 from paceline.rl.fleet import Weights
 
@@ -139,7 +139,7 @@ def main():
     finally:
         ray.shutdown()
     if args.json:
-        Path(args.json).write_text(to_json(rows, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

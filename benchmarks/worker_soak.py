@@ -9,6 +9,7 @@ slope is that over ten blocks of time.
 """
 
 import argparse
+import json
 import os
 import re
 import time
@@ -18,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config import load_config
-from paceline.files import to_json
 from paceline.rl.cluster.ray_fleet import RayFleet
 from paceline.rl.curriculum import load_items, rollout_requests
 from paceline.rl.fleet import Order, Weights
@@ -155,7 +155,7 @@ def main():
           f"(bound {config.cluster.history_mib})")  # fmt: skip
     if args.json:
         body = {"samples": [asdict(sample) for sample in found.samples], "slopes": slopes, "seconds": found.seconds}
-        args.json.write_text(to_json(body, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(body, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from paceline.cotrain.parallel.layout import Layout
 from paceline.cotrain.parallel.transport import GroupTransport
 from paceline.cotrain.ttt import TrainingTimeTest
 from paceline.drafters.heads import make_head
-from paceline.files import to_json
 
 KEYS = {"temperature": 1.0, "decay": 0.8}
 WARM_UP = (40, 24)
@@ -177,7 +176,7 @@ def rank_main(rank, world, ways, sizes, folder):
         if rank == 0:
             grads = {name: parameter.grad for name, parameter in own.head.named_parameters()}
             save_file(grads, Path(folder, f"{way}-{world}.safetensors"))
-    Path(folder, f"{world}-{rank}.json").write_text(to_json(found))
+    Path(folder, f"{world}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -17,7 +17,6 @@ from paceline.cotrain.documents import Document
 from paceline.cotrain.taps import Collector
 from paceline.cotrain.trainer import Trainer
 from paceline.drafters.heads import Head, make_head
-from paceline.files import to_json
 from paceline.rl.drafting import FOLDER
 from paceline.rl.policy import Policy
 from paceline.rl.schooling import Schooling, school
@@ -77,7 +76,7 @@ class Follower:
             log.append(found | seconds)
             self._keep(step + 1, head)
             tell(f"{self.folder.parent.name}, {self.start} head: step {step}, loss {found['loss']:.3f}")
-        (self.folder / "log.json").write_text(to_json(log, indent=1), encoding="utf-8")
+        (self.folder / "log.json").write_text(json.dumps(log, indent=1), encoding="utf-8")
 
     def _keep(self, step: int, head: Head) -> None:
         tensors = {name: tensor.detach().contiguous() for name, tensor in head.checkpoint().items()}

@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.files import to_json
-
 if __name__ == "__main__":  # before paceline takes its clock: what other processes do must not move its budget either
     time.perf_counter = time.process_time
 
@@ -104,7 +102,7 @@ def do(plan: Plan, names: Sequence[str], parts: Sequence[str]) -> None:
             if "adaptive" in parts and not file.is_file():
                 chosen = cells.adaptive_cells(batch, plan.depths)
                 found = cells.measure(run, plan.followers(run), chosen, plan.steps, say)
-                file.write_text(to_json(told(run, found), indent=1), encoding="utf-8")
+                file.write_text(json.dumps(told(run, found), indent=1), encoding="utf-8")
         for speed in plan.moving:
             move(plan, name, speed, parts)
 
@@ -115,13 +113,13 @@ def move(plan: Plan, name: str, speed: str, parts: Sequence[str]) -> None:
     followers = plan.followers(run)
     file = plan.results(f"{name}-drift-{speed}")
     if "drift" in parts and not file.is_file():
-        file.write_text(to_json(drift.measure(run, followers["in-domain"], say), indent=1), encoding="utf-8")
+        file.write_text(json.dumps(drift.measure(run, followers["in-domain"], say), indent=1), encoding="utf-8")
     file = plan.results(f"{name}-decay-{speed}")
     if "decay" in parts and not file.is_file():
         own = [cells.Cell(max(plan.batches), plan.decay_depth, is_adapted=adapted) for adapted in (True, False)]
         # The first step is decoded twice, as the first one given warms up.
         found = cells.measure(run, followers, own, (0, *drift.steps_of(run)), say)
-        file.write_text(to_json(told(run, found), indent=1), encoding="utf-8")
+        file.write_text(json.dumps(told(run, found), indent=1), encoding="utf-8")
 
 
 def keep(
@@ -137,7 +135,7 @@ def keep(
         "train": run.train_seconds(),
         "heads": {start: follower.log for start, follower in followers.items()},
     }
-    file.write_text(to_json(result, indent=1), encoding="utf-8")
+    file.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 def told(run: Recording, found: Sequence[cells.Found]) -> dict[str, Any]:
