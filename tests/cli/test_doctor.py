@@ -207,7 +207,7 @@ def config(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         f"out: {tmp_path / 'run'}\npolicy: {{path: {make_policy(tmp_path / 'policy')}}}\n"
-        "tasks: {text_to_sql: {train_prompts: 4}}\nsampling: {max_tokens: 8}\n"
+        "tasks: {text_to_sql: {train_prompts: 4}}\nsampling: {max_tokens: 2}\n"
     )
     return path
 
@@ -288,7 +288,7 @@ def test_what_a_run_would_lose_is_a_warning(config, tmp_path):
         "engine.verifier=lossy_verifier:greedy",
     )
     assert not is_refused
-    assert set(lines) == {"identity", "sentinel", "law", "policy: context", "history", "lossy", "out"}
+    assert set(lines) == {"identity", "sentinel", "law", "policy: context", "prompts long", "history", "lossy", "out"}
     assert "starts cold" in lines["history"]
     assert "holds a run already" in lines["out"]
     assert set(run_lines(config, "drafter.kind=none")[1]) == {"drafter", "out"}

@@ -71,7 +71,7 @@ def rollouts(draw):
 REQUESTS = st.builds(
     RolloutRequest,
     request_id=NAMES,
-    prompt=st.lists(TOKEN, min_size=1, max_size=4),
+    prompt=st.lists(st.integers(0, (1 << 31) - 1), min_size=1, max_size=4),
     params=PARAMS,
     group=NAMES,
     speculate=st.booleans(),
