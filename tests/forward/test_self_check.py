@@ -1,5 +1,6 @@
 """The packed pass of a policy is compared with the policy's own when it is loaded, and what differs is refused."""
 
+import re
 import time
 
 import numpy as np
@@ -21,7 +22,8 @@ from paceline.forward import attention, self_check
 from paceline.forward.attention import Call, PassPlan, PassRow, UnsupportedModelError
 from paceline.forward.kv import KVSlots
 from paceline.forward.runner import Runner
-from paceline.schema import RolloutRequest, SamplingParams, as_tokens
+from paceline.rl.notices import warnings_told
+from paceline.schema import FailedRequestError, RolloutRequest, SamplingParams, as_tokens
 from tiny_models import ARCHITECTURES, tiny
 
 _SHAPE = {
@@ -216,7 +218,7 @@ def test_a_layer_that_attends_twice_is_refused_also_without_the_check():
     with pytest.raises(UnsupportedModelError, match="DiffLlamaForCausalLM: layer 0 attends more than once"):
         Runner(model)
     engine = HFEngine(model, config=EngineConfig(self_check=False))
-    with pytest.raises(UnsupportedModelError, match="attends more than once"):
+    with pytest.raises(FailedRequestError, match="attends more than once"):
         engine.generate([RolloutRequest(request_id="a", prompt=as_tokens([1, 2]), params=SamplingParams(max_tokens=2))])
 
 
@@ -278,6 +280,22 @@ def test_a_model_is_checked_once(monkeypatch):
     for _ in range(3):
         HFEngine(model).close()
     assert len(calls) == 1
+
+
+def test_a_run_is_informed_once_that_its_policy_passed():
+    lines, model = [], untrained()
+    with warnings_told(lines.append):
+        Runner(model).close()
+        Runner(model).close()
+    Runner(untrained()).close()
+    (line,) = lines
+    found = re.fullmatch(
+        r"policy checked against its own forward pass: LlamaForCausalLM, (\S+) s, worst difference (\S+) of the "
+        "logits' spread",
+        line,
+    )
+    assert float(found[1]) > 0
+    assert 0 < float(found[2]) < 1e-4
 
 
 def test_the_check_leaves_the_memory_empty_and_the_model_in_the_engines_hands():
