@@ -130,7 +130,7 @@ def tiny_family(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
         config = tiny_config(family, **changes)
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        if size > 1_000_000:
+        if size > 16_000_000:
             raise NoTinyModelError(f"{family}: {size} parameters")
         model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     except NoTinyModelError:

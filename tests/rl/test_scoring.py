@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from families import tiny_family
 from paceline.config import LoraConfig, PolicyConfig
 from paceline.rl.policy import Policy
 from paceline.schema import as_tokens
@@ -46,6 +47,23 @@ def test_logprobs_and_entropies_are_those_of_the_rows_alone(tmp_path, kind, temp
         got = policy.logprobs(prompts, responses, temperature)
         expected = row_by_row(policy, prompts, responses, temperature)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_soft_caps_and_sinks_are_scored_as_the_models_own_forward(tmp_path, family, temperature):
+    model = tiny_family(family, dtype=torch.float64)
+    save_tiny(tmp_path, "llama")  # for its tokenizer
+    model.save_pretrained(tmp_path)
+    settings = PolicyConfig(path=str(tmp_path), dtype="float64", device="cpu")
+    policy = Policy.load(settings, seed=0)
+    prompts, responses = siblings()
+    prompts, responses = ([as_tokens(ids % 64) for ids in rows] for rows in (prompts, responses))
+    with torch.no_grad():
+        got = policy.logprobs(prompts, responses, temperature)
+        policy.model.set_attn_implementation("eager")
+        expected = row_by_row(policy, prompts, responses, temperature)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ATTENTION)

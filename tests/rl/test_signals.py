@@ -180,6 +180,10 @@ def test_a_stop_that_python_drops_in_a_destructor_is_asked_for_again():
             for _ in range(1000):  # the handler runs in here, where nothing that is raised gets out
                 pass
 
-    with pytest.raises(StoppedBySignalError, match="SIGTERM"), stop_at_once():
-        Closing()
-        time.sleep(5)
+    def work():
+        with stop_at_once():
+            Closing()
+            time.sleep(5)
+
+    with pytest.raises(StoppedBySignalError, match="SIGTERM"):
+        work()

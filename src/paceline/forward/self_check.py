@@ -16,6 +16,8 @@ within bounds by dtype (``_BOUNDS``). A policy in half precision, whose rounding
 float32: its weights are widened for the check and then put back, unless there are more than ``_MOST_WIDENED``.
 """
 
+import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +46,8 @@ _MOST_WIDENED = 1_000_000_000
 _LONG_TEXT, _WINDOW = 53, 3
 _MOVING_ROPES = ("longrope", "dynamic")
 _CHECKED: "weakref.WeakKeyDictionary[PreTrainedModel, set[bool]]" = weakref.WeakKeyDictionary()
+
+_LOG = logging.getLogger(__name__)
 
 Path = tuple[int, ...]
 """A text, as the ids of its tokens."""
@@ -75,22 +79,46 @@ class Passes(Protocol):
 def check_model(runner: Passes) -> None:
     """Raise UnsupportedModelError where the runner's passes differ from those of its model; once for a model.
 
-    The message is one line: the kind of pass, by how much, and the first layer that differs.
+    The message is one line: the kind of pass, by how much, and the first layer that differs. A policy that passes is
+    logged in one line (INFO), with the wall time and the worst difference in units of the logits' spread.
     """
     model, is_invariant = runner.model, runner.is_invariant
     done = _CHECKED.setdefault(model, set())
     if is_invariant in done or model.device.type == "meta":
         return
+    started = time.perf_counter()
+    worst: list[float] = []
+    try:
+        _check(runner, worst)
+    except _NotFiniteError:
+        _LOG.warning(
+            "policy not checked against its own forward pass: its logits are not finite, so its weights are not sound"
+        )
+        return
+    done.add(is_invariant)
+    _LOG.info(
+        "policy checked against its own forward pass: %s, %.2g s, worst difference %.1g of the logits' spread",
+        type(model).__name__, time.perf_counter() - started, max(worst),
+    )  # fmt: skip
+
+
+class _NotFiniteError(Exception):
+    """The model's own forward pass gives logits that are not finite: there is nothing to compare with."""
+
+
+def _check(runner: Passes, worst: list[float]) -> None:
+    """Compare every kind of pass; the worst difference of each is appended to ``worst``."""
+    model = runner.model
     with _widened(model) as dtype, _recorded(model) as states, torch.inference_mode():
-        _compare(runner, dtype, states, "", _script(runner, long=True), 0)
+        worst.append(_compare(runner, dtype, states, "", _script(runner, long=True), 0))
         for where, at in sorted(rope_thresholds(model).items()):
             if 4 <= at < runner.context - 16:
-                _compare(runner, dtype, states, f" at position {at} ({where})", _script(runner, long=False), at - 3)
+                says = f" at position {at} ({where})"
+                worst.append(_compare(runner, dtype, states, says, _script(runner, long=False), at - 3))
         with _narrow_windows(model, runner.context) as windows:
             if windows:
                 says = f" beyond a window (of {windows[0]}, narrowed to {_WINDOW})"
-                _compare(runner, dtype, states, says, _script(runner, long=False), 0)
-    done.add(is_invariant)
+                worst.append(_compare(runner, dtype, states, says, _script(runner, long=False), 0))
 
 
 def check_rope(model: PreTrainedModel, context: int) -> None:
@@ -250,8 +278,11 @@ def _script(runner: Passes, *, long: bool) -> _Script:
 
 def _compare(
     runner: Passes, dtype: torch.dtype, states: dict[int, torch.Tensor], where: str, script: _Script, shift: int
-) -> None:
-    """Raise UnsupportedModelError where a pass of ``script`` gives other logits than the model's own."""
+) -> float:
+    """The worst difference, in units of the spread, of the logits of ``script`` from the model's own.
+
+    Raises UnsupportedModelError where a kind of pass differs by more than its tolerance.
+    """
     name, is_half = type(runner.model).__name__, dtype not in _BOUNDS
     try:
         right, noise, layers = _own_logits(runner.model, states, script, shift)
@@ -259,13 +290,15 @@ def _compare(
         raise
     except Exception as error:  # noqa: BLE001  whatever a model's own code raises
         raise UnsupportedModelError(f"{name}: its own forward pass fails{where}: {_first_line(error)}") from None
+    if not all(bool(logits_V.isfinite().all()) for logits_V in right.values()):
+        raise _NotFiniteError
     spread = _spread(torch.stack(list(right.values())))
     low, high = _BOUNDS.get(dtype, _HALF_BOUNDS)
     noise /= spread
     if not noise <= (float("inf") if is_half else high):
         raise UnsupportedModelError(
             f"{name}: its own forward pass gives a token other logits in a longer text{where} (by {noise:.2g} of their "
-            "spread): it is not causal, or not finite"
+            "spread): it is not causal"
         )
     tolerance = min(max(low, _MARGIN * noise), high)
     try:
@@ -282,6 +315,7 @@ def _compare(
         off_V = (logits_V - right[path]).abs() / spread
         apart = float(off_V.pow(2).mean().sqrt() if is_half else off_V.max())
         errors.setdefault(kind, []).append((apart if apart == apart else float("inf"), path, own))
+    worst = 0.0
     for kind, measured in errors.items():
         measured.sort(key=lambda one: one[0])
         apart, path, own = measured[len(measured) // 2 if is_half else -1]
@@ -291,6 +325,8 @@ def _compare(
                 f"{name}: its packed forward pass differs from its own in {kind}{where} by {apart:.2g} of the logits' "
                 f"spread (at most {tolerance:.1g}){at}; the reference engine cannot run it"
             )
+        worst = max(worst, apart)
+    return worst
 
 
 def _own_logits(

@@ -11,15 +11,19 @@ from paceline.schema import EngineStats, SamplingParams
 
 @contextmanager
 def warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within it ``tell`` hears of every warning that paceline logs, as one line."""
-    handler = logging.Handler(logging.WARNING)
+    """Within it ``tell`` gets every warning that paceline logs in this process, and that a policy was checked."""
+    handler = logging.Handler(logging.INFO)
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == checks.name)
     handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("paceline")
+    log, checks = logging.getLogger("paceline"), logging.getLogger("paceline.forward.self_check")
+    level = checks.level
     log.addHandler(handler)
+    checks.setLevel(logging.INFO)
     try:
         yield
     finally:
         log.removeHandler(handler)
+        checks.setLevel(level)
 
 
 def shaped_law(sampling: SamplingParams) -> str | None:
