@@ -139,20 +139,19 @@ def test_killed_and_stopped_workers_change_no_token(bench, faults):
     assert ends(stopped)
 
 
-def test_a_worker_whose_engine_raises_is_replaced_unless_a_request_is_to_blame(bench, faults):
+def test_a_pass_that_fails_once_costs_no_worker_and_a_request_that_always_fails_is_named(bench, faults):
     bench = bench()
     orders = bench.orders()
     bench.fleet.begin(bench.weights(0))
     (faults / "once").touch()
     bench.fleet.submit(orders)
     assert tokens_of(bench.collect(24)) == bench.in_this_process(orders)
-    assert bench.fleet.stats().events["worker_lost"] == 1
+    events = bench.fleet.stats().events
+    assert (events["pass_failed"], events.get("worker_lost", 0)) == (1, 0)
     (faults / "always").touch()
     try:
         bench.fleet.submit(bench.orders("1"))
-        with pytest.raises(
-            PacelineError, match=r"^request \S+ .*makes one worker after the other fail: RuntimeError: it"
-        ):
+        with pytest.raises(PacelineError, match=r"request \S+, response position 0: RuntimeError: it always fails"):
             bench.collect(24)
     finally:
         (faults / "always").unlink()
