@@ -61,7 +61,7 @@ def test_every_response_is_judged_with_its_own_prompt_and_in_order(judge):
         ("-0.1", r"the reward is -0\.1, not between 0 and 1 in task toy"),
         ("None", "the reward is None, not a number in task toy"),
         ("'1'", "the reward is '1', not a number in task toy"),
-        ("__import__('sys').exit(3)", r"SystemExit: 3 \(<string>:1\) in task toy"),
+        ("exec('raise SystemExit(3)')", r"SystemExit: 3 \(<string>:1\) in task toy"),
         ("[][2 ** 5]", "IndexError: list index out of range"),
         ("a\nb(", "SyntaxError"),
         ("(lambda f: f(f))(lambda f: f(f))", "RecursionError"),
