@@ -178,7 +178,7 @@ def test_ctrl_c_in_a_terminal_ends_the_run_after_its_step_although_vllm_has_proc
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 130, "".join(said) + rest
     done = len(read_metrics(out / "metrics.jsonl"))
-    assert done >= 3
+    assert done >= 2
     assert (out / "checkpoints" / f"step-{done:06d}" / "COMPLETE").is_file()
     assert gone(process.pid), "processes of the run are left"
 
